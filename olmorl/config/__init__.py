@@ -1,0 +1,1 @@
+"""Every knob. A leaf: pydantic alone, no torch, no Ray."""

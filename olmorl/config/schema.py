@@ -1,0 +1,224 @@
+"""Every knob of a run, in the sections of its TOML file. No torch here: a config is read on any machine.
+
+A field's docstring is its help text. What a section needs beyond its own fields is checked in `Config` at the end.
+"""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Device = Literal["auto", "cpu", "cuda"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+class Section(BaseModel):
+    """Frozen, and refuses what it does not know."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True)
+
+
+class RunSection(Section):
+    name: str = "run"
+    """the run directory is <output_dir>/<name>"""
+    output_dir: Path = Path("outputs")
+    seed: int = 0
+    steps: int = Field(100, ge=1)
+    """optimizer steps in all"""
+
+    @property
+    def directory(self) -> Path:
+        return self.output_dir / self.name
+
+
+class ModelSection(Section):
+    path: str = Field(min_length=1)
+    """local Hugging Face folder or hub id"""
+    dtype: Dtype = "auto"
+    """auto: float32 on CPU, bfloat16 on CUDA"""
+
+
+class DataSection(Section):
+    train: tuple[str, ...] = Field(min_length=1)
+    """jsonl or parquet files; a single string is one file"""
+    apply_chat_template: bool | Literal["auto"] = "auto"
+    """auto: when the prompts are chat messages, or the tokenizer has a chat template"""
+    system_prompt: str | None = None
+    shuffle: bool = True
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_file(cls, values: object) -> object:
+        if isinstance(values, dict) and isinstance(values.get("train"), str):
+            return {**values, "train": (values["train"],)}
+        return values
+
+
+class RewardSection(Section):
+    verifier: str | None = None
+    """name or my_module:my_function; None takes each row's own"""
+    scale: float = Field(1.0, gt=0)
+    """multiplies every reward"""
+    timeout_seconds: float = Field(30.0, gt=0)
+    workers: int = Field(1, ge=1)
+    """verifier processes"""
+
+
+class RolloutSection(Section):
+    prompts_per_step: int = Field(16, ge=1)
+    samples_per_prompt: int = Field(8, ge=1)
+    max_prompt_tokens: int = Field(2048, ge=1)
+    max_response_tokens: int = Field(2048, ge=1)
+    async_steps: int = Field(1, ge=0)
+    """batches of groups in hand beyond the one being trained; 0 is synchronous"""
+    window: int | None = Field(None, ge=0)
+    """no trained group is older than this many policy versions; None is 2 * async_steps"""
+    active_sampling: bool = True
+    """refill the batch until it holds prompts_per_step groups that carry signal"""
+
+    @property
+    def staleness_window(self) -> int:
+        return 2 * self.async_steps if self.window is None else self.window
+
+    @model_validator(mode="after")
+    def _window_is_wide_enough(self) -> "RolloutSection":
+        if self.window is not None and self.window < self.async_steps:
+            raise ValueError(
+                f"window = {self.window} is below async_steps = {self.async_steps}; raise it or leave it out"
+            )
+        return self
+
+
+class SamplingSection(Section):
+    temperature: float = Field(1.0, gt=0)
+    top_k: int = Field(0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    min_p: float = Field(0.0, ge=0, le=1)
+    repetition_penalty: float = Field(1.0, gt=0)
+    stop: tuple[str, ...] = ()
+
+
+class InferenceSection(Section):
+    workers: int = Field(1, ge=1)
+    device: Device = "auto"
+    max_num_seqs: int = Field(64, ge=1)
+    """samples decoded at once by one worker"""
+    kv_cache_tokens: int = Field(65536, ge=1)
+    block_size: int = Field(16, ge=1)
+    max_tokens_per_step: int = Field(2048, ge=1)
+    prefix_caching: bool = True
+    threads: int | None = Field(None, ge=1)
+    """torch threads of a worker on CPU; None shares the cores between all workers"""
+
+
+class LearnerSection(Section):
+    workers: int = Field(1, ge=1)
+    """ranks; the model is sharded over them"""
+    device: Device = "auto"
+    tokens_per_micro_batch: int = Field(8192, ge=1)
+    activation_checkpointing: bool = False
+    logprob_chunk_tokens: int = Field(1024, ge=1)
+    threads: int | None = Field(None, ge=1)
+
+
+class LossSection(Section):
+    clip_low: float = Field(0.2, ge=0, le=1)
+    clip_high: float = Field(0.272, ge=0)
+    importance_cap: float = Field(2.0, gt=0)
+    advantage: Literal["centered", "standardized", "leave_one_out"] = "centered"
+    mask_truncated: bool = False
+    """keep samples that hit the length limit out of the loss"""
+    allow_truncated_sampling: bool = False
+    """train although top_k, top_p, min_p or a penalty make the recorded logprobs unreproducible"""
+
+
+class OptimSection(Section):
+    lr: float = Field(1e-6, ge=0)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = Field(0, ge=0)
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    max_grad_norm: float = Field(1.0, gt=0)
+
+
+class SyncSection(Section):
+    mode: Literal["inflight", "pause", "drain"] = "inflight"
+    """inflight: engines decode while weights arrive; pause: they stand still; drain: they first finish all requests"""
+    kv: Literal["keep", "recompute"] = "keep"
+    """what running requests do with their KV cache at an update"""
+    transport: Literal["auto", "nccl", "gloo"] = "auto"
+    bucket_mb: int = Field(64, ge=1)
+    timeout_seconds: float = Field(120.0, gt=0)
+    """deadline of each wait of an update"""
+    canary_sequences: int = Field(64, ge=0)
+    """fixed sequences scored by engine and learner after every update; 0 turns it off"""
+    canary_tokens: int = Field(32, ge=2)
+
+
+class CheckpointSection(Section):
+    every: int = Field(100, ge=1)
+    """steps"""
+    keep: int = Field(2, ge=1)
+    export: bool = True
+    """write a Hugging Face folder at the end"""
+
+
+class EvalSection(Section):
+    data: str | None = None
+    every: int = Field(0, ge=0)
+    """steps; 0: only before and after the run"""
+    limit: int | None = Field(None, ge=1)
+    samples_per_prompt: int = Field(1, ge=1)
+    temperature: float = Field(1.0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    max_response_tokens: int | None = None
+    """None takes rollout.max_response_tokens"""
+    seed: int = 1234
+
+
+class LoggingSection(Section):
+    console: bool = True
+    wandb: Literal["auto", "online", "offline", "disabled"] = "auto"
+    """auto: online with WANDB_API_KEY set, else offline"""
+    wandb_project: str = "olmorl"
+    rollouts: bool = True
+    """write every sample of every step to parquet"""
+
+
+class ClusterSection(Section):
+    address: str | None = None
+    """address of a running Ray cluster; None takes RAY_ADDRESS, else starts one on this machine"""
+    start_timeout_seconds: float = Field(300.0, gt=0)
+    """how long workers may take to start"""
+
+
+class Config(Section):
+    run: RunSection = RunSection()
+    model: ModelSection
+    data: DataSection
+    reward: RewardSection = RewardSection()
+    rollout: RolloutSection = RolloutSection()
+    sampling: SamplingSection = SamplingSection()
+    inference: InferenceSection = InferenceSection()
+    learner: LearnerSection = LearnerSection()
+    loss: LossSection = LossSection()
+    optim: OptimSection = OptimSection()
+    sync: SyncSection = SyncSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    eval: EvalSection = EvalSection()
+    logging: LoggingSection = LoggingSection()
+    cluster: ClusterSection = ClusterSection()
+
+    @model_validator(mode="after")
+    def _sections_agree(self) -> "Config":
+        s = self.sampling
+        truncates = s.top_k > 0 or s.top_p < 1 or s.min_p > 0 or s.repetition_penalty != 1
+        if truncates and not self.loss.allow_truncated_sampling:
+            raise ValueError(
+                "[sampling] truncates the distribution (top_k, top_p, min_p or repetition_penalty), so the learner "
+                "cannot reproduce the recorded logprobs; set loss.allow_truncated_sampling = true to train anyway"
+            )
+        if self.loss.advantage == "leave_one_out" and self.rollout.samples_per_prompt < 2:
+            raise ValueError("loss.advantage = 'leave_one_out' needs rollout.samples_per_prompt >= 2")
+        return self

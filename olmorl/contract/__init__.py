@@ -1,0 +1,1 @@
+"""What crosses a process boundary. A leaf: standard library and numpy alone."""

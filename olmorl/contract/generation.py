@@ -1,0 +1,184 @@
+"""What the driver and an inference worker say to each other about generating.
+
+A request asks for samples of one prompt; each sample comes back by itself as soon as it is finished. Arrays are
+numpy, so that no torch tensor ever reaches the driver.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from olmorl.contract.weights import TensorSpec
+
+FinishReason = Literal["stop", "length", "abort"]
+VersionSpan = tuple[int, int, int]  # policy version, first token, one past the last
+KvEvent = tuple[int, int, Literal["prefill", "swap", "recompute"]]  # position, policy version, what happened
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to turn logits into tokens, and when to stop; the order of the rules is in docs/numerics.md.
+
+    Raises ValueError, naming field, value and range, for anything out of range.
+    """
+
+    n: int = 1
+    """samples of the prompt; they share one prefill"""
+    temperature: float = 1.0
+    """0 (or less than 1e-5) is greedy"""
+    top_k: int = 0
+    """keep the k likeliest tokens; 0 or -1 is off"""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    """over prompt and output"""
+    frequency_penalty: float = 0.0
+    """over output alone"""
+    presence_penalty: float = 0.0
+    """over output alone"""
+    max_tokens: int = 16
+    min_tokens: int = 0
+    """holds back EOS, stop ids and stop strings"""
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+    logprobs: int = 0
+    """also return this many likeliest tokens at each position"""
+    prompt_logprobs: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        object.__setattr__(self, "stop", tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        if self.top_k == -1:
+            object.__setattr__(self, "top_k", 0)
+        for name in ("n", "top_k", "max_tokens", "min_tokens", "logprobs"):
+            self._check(name, _is_int(getattr(self, name)), "an integer")
+        for name in (
+            "temperature",
+            "top_p",
+            "min_p",
+            "repetition_penalty",
+            "frequency_penalty",
+            "presence_penalty",
+        ):
+            self._check(name, _is_finite(getattr(self, name)), "a finite number")
+        self._check("n", self.n >= 1, ">= 1")
+        self._check("temperature", self.temperature >= 0, ">= 0")
+        self._check("top_k", self.top_k >= 0, ">= 0, or -1 for off")
+        self._check("top_p", 0 < self.top_p <= 1, "in (0, 1]")
+        self._check("min_p", 0 <= self.min_p <= 1, "in [0, 1]")
+        self._check("repetition_penalty", self.repetition_penalty > 0, "> 0")
+        self._check("max_tokens", self.max_tokens >= 1, ">= 1")
+        self._check("min_tokens", 0 <= self.min_tokens <= self.max_tokens, f"in [0, max_tokens={self.max_tokens}]")
+        self._check("logprobs", self.logprobs >= 0, ">= 0")
+        self._check("seed", self.seed is None or _is_int(self.seed), "an integer or None")
+        self._check("stop", all(isinstance(s, str) and s for s in self.stop), "non-empty strings")
+        ids = self.stop_token_ids
+        self._check("stop_token_ids", all(_is_int(i) and i >= 0 for i in ids), "integers >= 0")
+
+    def _check(self, name: str, ok: bool, allowed: str) -> None:
+        if not ok:
+            raise ValueError(f"SamplingParams.{name} is {getattr(self, name)!r}; it must be {allowed}")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < 1e-5
+
+    @property
+    def truncates(self) -> bool:
+        """True when the learner cannot reproduce the distribution from temperature alone."""
+        penalties = (self.frequency_penalty, self.presence_penalty, self.repetition_penalty - 1)
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0 or any(penalties) or self.min_tokens > 0
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, (int, float, np.number)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutRequest:
+    """Ask one worker for some samples of one prompt."""
+
+    request_id: str
+    lease: int
+    """a result under an old lease (a worker that was given up and woke again) is dropped by the driver"""
+    prompt_token_ids: np.ndarray  # [P] int32
+    params: SamplingParams
+    sample_indices: tuple[int, ...]
+    """which of the params.n samples; after a fault only the missing ones are asked for again"""
+    priority: int = 0
+    """lower is served first; evaluation uses -1"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutSample:
+    """One finished sample, as it leaves an inference worker. T tokens were generated."""
+
+    request_id: str
+    lease: int
+    sample_index: int
+    worker: str
+    token_ids: np.ndarray  # [T] int32, the EOS or stop id included
+    logprobs: np.ndarray  # [T] float32, of the distribution each token was drawn from
+    raw_logprobs: np.ndarray  # [T] float32, log-softmax of the untouched logits
+    version_spans: tuple[VersionSpan, ...]
+    text: str
+    finish_reason: FinishReason
+    kv_events: tuple[KvEvent, ...] = ()
+    error: str | None = None
+    t_first_token: float = 0.0  # seconds since the epoch
+    t_finished: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainReply:
+    """What a worker hands over at one long poll: finished samples, and its counters since it started."""
+
+    samples: tuple[RolloutSample, ...]
+    stats: dict[str, float]
+    queued: int
+    """samples this worker holds, running and waiting"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Everything an engine is built from; the keywords of `inference.LLM`."""
+
+    model: str
+    dtype: str = "float32"
+    device: str = "cpu"
+    max_num_seqs: int = 64
+    kv_cache_tokens: int = 65536
+    block_size: int = 16
+    max_tokens_per_step: int = 2048
+    max_model_len: int | None = None
+    prefix_caching: bool = True
+    batching: Literal["continuous", "static"] = "continuous"
+    seed: int = 0
+    threads: int | None = None
+    """torch threads of the process; None leaves torch's own choice"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerInfo:
+    """What a worker says about itself once it stands."""
+
+    name: str
+    host: str
+    pid: int
+    device: str
+    num_parameters: int
+    peak_flops: float  # FLOP/s of one device
+    peak_bandwidth: float  # bytes/s of one device
+    peak_source: str
+    tensors: tuple[TensorSpec, ...]
+    """what a weight update must carry: Hugging Face names, shapes, the dtype on the wire"""

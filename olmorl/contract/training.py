@@ -1,0 +1,95 @@
+"""What the driver hands to the learners, and what they say back.
+
+N is the number of tokens of a packed micro-batch, D its documents (one document = prompt + response of a sample).
+Position t of every array speaks of token t: `behaviour_logprobs[t]` is the logprob under which token t was drawn.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainSample:
+    """One scored sample with its advantage, before packing. P prompt tokens, T response tokens."""
+
+    prompt_token_ids: np.ndarray  # [P] int32
+    token_ids: np.ndarray  # [T] int32
+    logprobs: np.ndarray  # [T] float32, recorded when each token was drawn
+    token_versions: np.ndarray  # [T] int32, policy version that drew each token
+    loss_mask: np.ndarray  # [T] bool, False keeps a token out of numerator and denominator
+    advantage: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """Documents laid one behind the other, no padding."""
+
+    token_ids: np.ndarray  # [N] int32
+    position_ids: np.ndarray  # [N] int32, restarts at 0 with each document
+    document_starts: np.ndarray  # [D + 1] int32, cumulative lengths
+    loss_mask: np.ndarray  # [N] bool, True on response tokens that are trained
+    advantages: np.ndarray  # [N] float32
+    behaviour_logprobs: np.ndarray  # [N] float32
+    token_versions: np.ndarray  # [N] int32, -1 on prompt tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankBatch:
+    """One rank's share of one training step. Every rank has the same number of micro-batches."""
+
+    version: int
+    """policy version the step trains; the step makes version + 1"""
+    micro_batches: tuple[MicroBatch, ...]
+    num_loss_tokens: int
+    """unmasked response tokens of the whole global batch, over all ranks: the loss denominator"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """What a rank says of one training step. `metrics` are already reduced over all ranks."""
+
+    version: int
+    """policy version after the step"""
+    stepped: bool
+    """False when the optimizer was not stepped: no signal, or a loss or gradient that is not finite"""
+    metrics: dict[str, float]
+    seconds: float
+    num_tokens: int
+    flops: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreRequest:
+    """Fixed sequences to be scored by learner and engine alike (the canary)."""
+
+    sequences: tuple[np.ndarray, ...]  # each [L] int32, L >= 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerConfig:
+    """Everything a learner rank is built from."""
+
+    model: str
+    dtype: str = "float32"
+    device: str = "cpu"
+    threads: int | None = None
+    activation_checkpointing: bool = False
+    logprob_chunk_tokens: int = 1024
+    temperature: float = 1.0
+    clip_low: float = 0.2
+    clip_high: float = 0.272
+    importance_cap: float = 2.0
+    lr: float = 1e-6
+    schedule: str = "constant"  # "constant", "linear" or "cosine"
+    warmup_steps: int = 0
+    total_steps: int = 1
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    max_nonfinite_steps: int = 3
+    seed: int = 0
+    wire_dtype: str = "float32"
+    bucket_bytes: int = 64 << 20
+    canary: ScoreRequest | None = field(default=None)
