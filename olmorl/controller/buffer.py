@@ -1,0 +1,112 @@
+"""The result queue: slots bound the work in hand, a window bounds its age.
+
+A group holds a slot from admission until the weights it helped to make are live, or until it is dropped. With B groups
+a batch and k asynchronous steps there are (k + 1) * B slots. Slots alone do not bound age: while others churn, a slow
+group can be overtaken for ever. So a batch may leave for training at version v only if no group left behind could
+end up trained more than W versions after its admission (docs/staleness.md has the proof). Pure policy: no clock, no
+asyncio, no Ray, so that it is simulated and tested as it is.
+"""
+
+from collections import deque
+
+from olmorl.controller.group import Group, Occurrence, State
+
+
+class RolloutBuffer:
+    def __init__(self, *, groups_per_batch: int, async_steps: int, window: int) -> None:
+        assert window >= async_steps >= 0 and groups_per_batch >= 1, (groups_per_batch, async_steps, window)
+        self.groups_per_batch = groups_per_batch
+        self.window = window
+        self.num_slots = (async_steps + 1) * groups_per_batch
+        self._groups: dict[int, Group] = {}  # by order of admission; exactly the groups that hold a slot
+        self._waiting: deque[Group] = deque()
+        self._next_order = 0
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    @property
+    def groups(self) -> list[Group]:
+        """Every group that holds a slot, oldest admission first."""
+        return list(self._groups.values())
+
+    def has_free_slot(self) -> bool:
+        return len(self._groups) < self.num_slots
+
+    def admit(self, prompt: Occurrence, *, version: int, seed: int, now: float) -> Group:
+        assert self.has_free_slot(), "admit() without a free slot"
+        group = Group(prompt=prompt, order=self._next_order, admitted_version=version, seed=seed, t_admitted=now)
+        self._next_order += 1
+        self._groups[group.order] = group
+        self._waiting.append(group)
+        return group
+
+    def claim(self) -> Group | None:
+        """Hand out the oldest waiting group to be rolled out."""
+        if not self._waiting:
+            return None
+        group = self._waiting.popleft()
+        group.state = State.RUNNING
+        return group
+
+    def finish(self, group: Group) -> None:
+        self._expect(group, State.RUNNING)
+        group.state = State.FINISHED
+
+    def drop(self, group: Group) -> None:
+        """A finished group that will not be trained: its slot is free at once."""
+        self._expect(group, State.FINISHED)
+        del self._groups[group.order]
+
+    def take_batch(self, version: int) -> list[Group] | None:
+        """The batch to train at `version`: the oldest finished groups, or None while there are too few or while
+        taking them would leave a straggler to grow too old."""
+        finished = [g for g in self._groups.values() if g.state is State.FINISHED]
+        if len(finished) < self.groups_per_batch:
+            return None
+        batch = finished[: self.groups_per_batch]
+        if self.straggler(version, batch) is not None:
+            return None
+        for group in batch:
+            assert version - group.admitted_version <= self.window, (version, group.admitted_version, self.window)
+            group.state = State.TAKEN
+        return batch
+
+    def straggler(self, version: int, batch: list[Group]) -> Group | None:
+        """The oldest group that `batch` may not leave behind at `version`, if there is one.
+
+        Of the untrained groups left behind, those admitted at or before version + 1 - W + j can be trained at
+        version + 1 + j at the latest, so at most (j + 1) * B of them may be there, for each j >= -1.
+        """
+        taken = {g.order for g in batch}
+        left = [
+            g
+            for g in self._groups.values()
+            if g.order not in taken and g.state in (State.WAITING, State.RUNNING, State.FINISHED)
+        ]
+        for count, group in enumerate(sorted(left, key=lambda g: (g.admitted_version, g.order)), start=1):
+            j = group.admitted_version - (version + 1 - self.window)
+            if count > max(0, j + 1) * self.groups_per_batch:
+                return left[0]
+        return None
+
+    def trained(self, batch: list[Group], *, made_version: int) -> None:
+        for group in batch:
+            self._expect(group, State.TAKEN)
+            group.state = State.TRAINED
+            group.trained_version = made_version
+
+    def release(self, live_version: int) -> None:
+        """Weights up to `live_version` serve everywhere: free the slots of the groups that made them."""
+        for group in self.groups:
+            if group.trained_version is not None and group.trained_version <= live_version:
+                del self._groups[group.order]
+
+    def outstanding(self) -> list[Group]:
+        """Groups with no terminal fate yet, oldest first: what a checkpoint must re-issue."""
+        return [g for g in self._groups.values() if g.state is not State.TRAINED]
+
+    def _expect(self, group: Group, state: State) -> None:
+        assert self._groups.get(group.order) is group and group.state is state, (
+            f"group {group.prompt.prompt_id} is {group.state}, expected {state}"
+        )

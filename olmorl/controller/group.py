@@ -1,0 +1,70 @@
+"""A group: one occurrence of a prompt, its samples, and what became of it."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+import numpy as np
+
+from olmorl.contract.generation import RolloutSample
+
+
+class Fate(StrEnum):
+    """How a sample ended; the bins of the waste ledger."""
+
+    TRAINED = "trained"
+    ZERO_VARIANCE = "zero_variance"
+    TRUNCATED = "truncated"
+    ERROR = "error"
+
+
+class State(StrEnum):
+    WAITING = "waiting"  # holds a slot; no worker has it yet
+    RUNNING = "running"  # samples are being generated or scored
+    FINISHED = "finished"  # every sample is scored; may be trained
+    TAKEN = "taken"  # part of a batch on its way to the learner
+    TRAINED = "trained"  # trained; its slot frees once the weights it made are live
+
+
+class Occurrence(Protocol):
+    """What the controller needs to know of a prompt: one occurrence is an (epoch, position) of the stream."""
+
+    @property
+    def prompt_id(self) -> str: ...
+    @property
+    def epoch(self) -> int: ...
+    @property
+    def position(self) -> int: ...
+    @property
+    def token_ids(self) -> np.ndarray: ...
+
+
+@dataclass(slots=True, kw_only=True)
+class ScoredSample:
+    """A finished sample with its verdict. `reward` is None unless the verdict is "scored"; unscaled."""
+
+    sample: RolloutSample
+    reward: float | None
+    verdict: str
+    detail: str = ""
+    advantage: float = 0.0
+    fate: Fate | None = None
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Group:
+    prompt: "Occurrence"
+    order: int
+    """place in the order of admission"""
+    admitted_version: int
+    """policy version that was live when the slot was given; no token of the group is older"""
+    seed: int
+    t_admitted: float
+    state: State = State.WAITING
+    lease: int = 0
+    samples: list[ScoredSample] = field(default_factory=list)
+    trained_version: int | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(s.sample.token_ids) for s in self.samples)
