@@ -1,0 +1,56 @@
+"""metrics.jsonl: one object a step, whole lines only, readable while the run goes on."""
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+class JsonlSink:
+    """Appends. What is not finite is written as null, for JSON has no NaN."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        drop_torn_line(path)
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        row = {"progress/step": step, **{name: _finite(value) for name, value in metrics.items()}}
+        self._file.write(json.dumps(row, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a metrics file; a last line still being written is left out."""
+    with path.open(encoding="utf-8") as lines:
+        for line in lines:
+            if line.endswith("\n"):
+                yield json.loads(line)
+
+
+def drop_torn_line(path: Path) -> None:
+    """Cut off what a killed process left of its last line, so that the next one does not continue it."""
+    if not path.exists():
+        return
+    with path.open("rb+") as file:
+        end = file.seek(0, os.SEEK_END)
+        whole = end
+        while whole > 0:
+            start = max(0, whole - 4096)
+            file.seek(start)
+            newline = file.read(whole - start).rfind(b"\n")
+            if newline >= 0:
+                whole = start + newline + 1
+                break
+            whole = start
+        if whole < end:
+            file.truncate(whole)
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,86 @@
+"""Weights & Biases: the same metrics, on their own x axis.
+
+wandb is a convenience, so it may fail without the run failing: a start that does not work is one warning and no sink.
+Its own step must only grow and counts every log call; ours is the metric `progress/step`, which survives a resume.
+"""
+
+import logging
+import os
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from wandb import Run
+
+logger = logging.getLogger(__name__)
+
+WandbMode = Literal["auto", "online", "offline", "disabled"]
+
+
+class WandbSink:
+    def __init__(self, run: "Run") -> None:
+        self._run: Run | None = run
+        run.define_metric("progress/step")
+        run.define_metric("*", step_metric="progress/step")
+
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        assert self._run is not None, "written after close"
+        self._run.log({**metrics, "progress/step": step})
+
+    def close(self) -> None:
+        run, self._run = self._run, None
+        if run is not None:
+            run.finish()
+
+
+def open_wandb(
+    directory: Path, *, project: str, name: str, mode: WandbMode, config: dict[str, Any]
+) -> WandbSink | None:
+    """Start wandb for the run of `directory`, or go on with the one it already has. None when off or not startable."""
+    resolved = resolve_mode(mode)
+    if resolved == "disabled":
+        return None
+    try:
+        import wandb  # its import costs half a second
+
+        run = wandb.init(
+            project=project,
+            name=name,
+            id=_run_id(directory),
+            dir=directory,
+            mode=resolved,
+            resume="allow" if resolved == "online" else None,  # offline there is nothing to ask
+            config=config,
+            settings=wandb.Settings(console="off", silent=True, init_timeout=30),
+        )
+    except Exception as error:  # whatever it is, the run is worth more than its curves
+        logger.warning(
+            "wandb did not start (%s: %s); the run goes on without it, metrics are in metrics.jsonl. "
+            "logging.wandb = 'offline' needs no network",
+            type(error).__name__,
+            error,
+        )
+        return None
+    return WandbSink(run)
+
+
+def resolve_mode(mode: WandbMode) -> Literal["online", "offline", "disabled"]:
+    """`auto` follows WANDB_MODE, else goes online exactly when there is a key."""
+    if mode != "auto":
+        return mode
+    wanted = os.environ.get("WANDB_MODE", "")
+    if wanted in ("online", "offline", "disabled"):
+        return wanted  # type: ignore[return-value]
+    return "online" if os.environ.get("WANDB_API_KEY") else "offline"
+
+
+def _run_id(directory: Path) -> str:
+    """The id kept in the run directory, so that a resumed run continues its own curves."""
+    path = directory / "wandb" / "run_id"
+    if path.exists():
+        return path.read_text().strip()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    run_id = uuid.uuid4().hex[:12]
+    path.write_text(run_id + "\n")
+    return run_id

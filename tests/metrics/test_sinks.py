@@ -1,0 +1,161 @@
+"""Sinks with the real thing behind them: files, a terminal of rich, and wandb without a network."""
+
+import io
+import json
+import logging
+import math
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from olmorl.config.schema import Config
+from olmorl.metrics.console_sink import ConsoleSink
+from olmorl.metrics.jsonl_sink import JsonlSink, drop_torn_line, read_metrics
+from olmorl.metrics.names import METRIC_NAMES, is_declared
+from olmorl.metrics.sinks import open_sinks
+from olmorl.metrics.wandb_sink import open_wandb, resolve_mode
+
+STEP = {
+    "reward/mean": 0.5,
+    "throughput/tokens_per_second": 1234.0,
+    "off_policy/version_lag_mean": 1.25,
+    "time/step": 2.0,
+    "time/wait_for_batch": 0.5,
+}
+
+
+def test_jsonl_is_whole_at_every_moment(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    sink = JsonlSink(path)
+    sink.write(1, {"reward/mean": 0.5, "loss/policy": math.nan, "optim/grad_norm": math.inf})
+    assert path.read_text() == (
+        '{"progress/step": 1, "reward/mean": 0.5, "loss/policy": null, "optim/grad_norm": null}\n'
+    )
+    sink.write(2, {})
+    assert [row["progress/step"] for row in read_metrics(path)] == [1, 2]
+    sink.close()
+    sink.close()
+
+
+def test_jsonl_goes_on_after_a_kill(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"progress/step": 1}\n{"progress/st')
+    assert [row["progress/step"] for row in read_metrics(path)] == [1]
+    sink = JsonlSink(path)
+    sink.write(2, {})
+    sink.close()
+    assert [json.loads(line)["progress/step"] for line in path.read_text().splitlines()] == [1, 2]
+
+
+@given(st.binary(max_size=40), st.integers(0, 3))
+def test_only_the_torn_line_is_dropped(tmp_path_factory: pytest.TempPathFactory, tail: bytes, padding: int) -> None:
+    path = tmp_path_factory.getbasetemp() / "torn.jsonl"
+    data = (b"x" * 4094 * padding + b"\n") * (padding > 0) + tail
+    path.write_bytes(data)
+    drop_torn_line(path)
+    assert path.read_bytes() == data[: data.rfind(b"\n") + 1]
+
+
+def test_console_without_terminal_prints_few_lines() -> None:
+    out = io.StringIO()
+    sink = ConsoleSink(1000, console=Console(file=out, width=60))
+    for step in range(1, 1001):
+        sink.write(step, STEP)
+    sink.close()
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 41
+    assert lines[0].startswith("step 1/1000 · reward 0.500 · 1,234 tok/s · lag 1.2 · wait 25% · 2.00 s/step · ")
+    assert lines[-1].startswith("step 1000/1000") and lines[-1].endswith("0:00 left")
+
+
+def test_console_tells_of_evaluations() -> None:
+    out = io.StringIO()
+    sink = ConsoleSink(10, console=Console(file=out))
+    sink.write(0, {"eval/held_out/avg_at_k": 0.5})
+    assert out.getvalue() == "eval at step 0: held_out/avg_at_k 0.500\n"
+
+
+def test_console_on_a_terminal_is_cheap_and_ends_clean() -> None:
+    out = io.StringIO()
+    sink = ConsoleSink(200, first_step=100, console=Console(file=out, force_terminal=True, width=120))
+    seconds = []
+    for step in range(101, 201):
+        start = time.perf_counter()
+        sink.write(step, STEP)
+        seconds.append(time.perf_counter() - start)
+    sink.close()
+    sink.close()
+    assert "200/200" in out.getvalue() and "reward 0.500" in out.getvalue()
+    assert out.getvalue().count("\x1b[?25l") == out.getvalue().count("\x1b[?25h") == 1, "the cursor comes back"
+    assert sorted(seconds)[50] < 0.005
+
+
+@pytest.mark.parametrize(
+    ("mode", "environment", "resolved"),
+    [
+        ("auto", {}, "offline"),
+        ("auto", {"WANDB_API_KEY": "k"}, "online"),
+        ("auto", {"WANDB_API_KEY": "k", "WANDB_MODE": "disabled"}, "disabled"),
+        ("offline", {"WANDB_API_KEY": "k", "WANDB_MODE": "online"}, "offline"),
+    ],
+)
+def test_wandb_mode(monkeypatch: pytest.MonkeyPatch, mode: str, environment: dict[str, str], resolved: str) -> None:
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert resolve_mode(mode) == resolved  # type: ignore[arg-type]
+
+
+_WANDB_SCRIPT = """
+import sys
+from pathlib import Path
+from olmorl.metrics.wandb_sink import open_wandb
+
+for step in (1, 2):
+    sink = open_wandb(Path(sys.argv[1]), project="p", name="n", mode="offline", config={"run": {"seed": 0}})
+    sink.write(step, {"reward/mean": 0.5})
+    sink.close()
+    sink.close()
+assert "torch" not in sys.modules, "wandb brought torch into the driver"
+"""
+
+
+def test_wandb_offline_keeps_its_id(tmp_path: Path) -> None:
+    """In a process of its own: wandb leaves threads and hooks behind."""
+    subprocess.run([sys.executable, "-c", _WANDB_SCRIPT, str(tmp_path)], check=True, timeout=120)
+    run_id = (tmp_path / "wandb" / "run_id").read_text().strip()
+    runs = list((tmp_path / "wandb").glob(f"offline-run-*-{run_id}"))
+    assert runs and all(list(run.glob("*.wandb")) for run in runs)
+
+
+def test_wandb_that_cannot_start_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "wandb").write_text("a file where wandb wants a folder")
+    with caplog.at_level(logging.WARNING):
+        assert open_wandb(tmp_path, project="p", name="n", mode="offline", config={}) is None
+    assert "wandb did not start" in caplog.text and "the run goes on" in caplog.text
+
+
+def test_open_sinks_follows_the_config(tmp_path: Path) -> None:
+    config = Config.model_validate(
+        {
+            "model": {"path": "m"},
+            "data": {"train": "d.jsonl"},
+            "logging": {"wandb": "disabled", "console": False},
+        }
+    )
+    sinks = open_sinks(config, tmp_path)
+    assert [type(sink) for sink in sinks] == [JsonlSink]
+    sinks[0].close()
+
+
+def test_declared_names() -> None:
+    assert len(METRIC_NAMES) == len(set(METRIC_NAMES))
+    assert is_declared("reward/mean") and is_declared("reward/gsm8k/mean") and is_declared("eval/held_out/pass_at_k")
+    assert not is_declared("reward/meen") and not is_declared("eval/a/b/pass_at_k") and not is_declared("xreward/mean")
