@@ -88,10 +88,6 @@ class RolloutRow:
 assert [f.name for f in fields(RolloutRow)] == ROLLOUT_SCHEMA.names, "RolloutRow and ROLLOUT_SCHEMA differ"
 
 
-def rollout_path(run_directory: Path, step: int) -> Path:
-    return run_directory / "rollouts" / f"step_{step:06d}.parquet"
-
-
 def write_rollouts(path: Path, rows: Sequence[RolloutRow]) -> None:
     """Write one step's file; it appears whole or not at all."""
     columns = [_column(rows, field) for field in ROLLOUT_SCHEMA]

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from olmorl.metrics.rollout_log import RolloutRow, read_rollouts, rollout_path, write_rollouts
+from olmorl.metrics.rollout_log import RolloutRow, read_rollouts, write_rollouts
 
 COLUMNS = """
     rollout_id, prompt_id, sample, step, attempt, data_source, prompt_token_ids, token_ids, loss_mask, logprobs,
@@ -92,7 +92,7 @@ def assert_same(left: RolloutRow, right: RolloutRow) -> None:
     ids=["none", "one", "untrained", "mixed"],
 )
 def test_what_is_written_is_read_back(tmp_path: Path, rows: list[RolloutRow]) -> None:
-    path = rollout_path(tmp_path, 12)
+    path = tmp_path / "rollouts" / "step_000012.parquet"
     write_rollouts(path, rows)
     back = read_rollouts(path)
     assert len(back) == len(rows)
@@ -101,8 +101,7 @@ def test_what_is_written_is_read_back(tmp_path: Path, rows: list[RolloutRow]) ->
 
 
 def test_the_columns_are_the_promised_ones(tmp_path: Path) -> None:
-    path = rollout_path(tmp_path, 12)
-    assert path == tmp_path / "rollouts" / "step_000012.parquet"
+    path = tmp_path / "rollouts" / "step_000012.parquet"
     write_rollouts(path, [row(0, 4)])
     schema = pq.read_schema(path)
     assert schema.names == COLUMNS
@@ -110,7 +109,7 @@ def test_the_columns_are_the_promised_ones(tmp_path: Path) -> None:
 
 
 def test_a_write_replaces_and_leaves_nothing_beside(tmp_path: Path) -> None:
-    path = rollout_path(tmp_path, 1)
+    path = tmp_path / "rollouts" / "step_000001.parquet"
     write_rollouts(path, [row(0, 4), row(1, 4)])
     write_rollouts(path, [row(2, 4)])
     assert [r.sample for r in read_rollouts(path)] == [2]
@@ -118,7 +117,7 @@ def test_a_write_replaces_and_leaves_nothing_beside(tmp_path: Path) -> None:
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
-    path = rollout_path(tmp_path, 1)
+    path = tmp_path / "rollouts" / "step_000001.parquet"
     write_rollouts(path, [row(0, 4)])
     with pytest.raises(OverflowError):
         write_rollouts(path, [replace(row(1, 4), seed=2**80)])
@@ -130,6 +129,6 @@ def test_a_step_is_written_well_within_its_budget(tmp_path: Path) -> None:
     seconds = []
     for step in range(5):
         start = time.perf_counter()
-        write_rollouts(rollout_path(tmp_path, step), rows)
+        write_rollouts(tmp_path / "rollouts" / f"step_{step:06d}.parquet", rows)
         seconds.append(time.perf_counter() - start)
     assert min(seconds) < 0.1, f"400 rows of 60 tokens took {seconds}"

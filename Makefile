@@ -1,0 +1,60 @@
+# From a fresh clone with nothing but Python 3.11 to 3.13, make and a package index.
+# The virtual environment is .venv; PYTHON=... picks the interpreter it is made from.
+
+SUITS := -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))'
+PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
+	$$python $(SUITS) 2>/dev/null && echo $$python && break; done)
+BIN := .venv/bin
+TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
+CPU_WHEELS := https://download.pytorch.org/whl/cpu
+
+.PHONY: help quickstart test check soak clean
+
+help:
+	@echo "make quickstart   install, train a small model with RL (minutes, CPU is enough), print the results"
+	@echo "make test         install, run all tests that this machine can run"
+	@echo "make check        format, lint, types, import contracts"
+	@echo "make soak         the long fault, kill and resume tests"
+	@echo "make clean        remove .venv and what tools left behind; outputs/ stays"
+
+# --resume: an interrupted quickstart goes on where it was.
+quickstart: .venv/installed
+	$(BIN)/olmorl train configs/quickstart.toml --resume
+
+test: .venv/installed-dev
+	$(BIN)/python -m pytest -m "not soak"
+
+soak: .venv/installed-dev
+	$(BIN)/python -m pytest -m soak
+
+check: .venv/installed-dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Torch goes first and pinned, so that nothing after it pulls another build. On Linux the index has the CUDA build,
+# gigabytes that a machine without an NVIDIA driver has no use for: there PyTorch's own CPU wheels win if reachable.
+.venv/torch: constraints.txt
+	@test -n "$(PYTHON)" && $(PYTHON) $(SUITS) || { echo "no Python 3.11 to 3.13 found; install one, or say make PYTHON=/path/to/it" >&2; exit 2; }
+	@test -x $(BIN)/python || { echo "making .venv from $(PYTHON)"; $(PYTHON) -m venv .venv; }
+	@wheels=; if test "$$(uname)" = Linux && ! test -e /proc/driver/nvidia/version && $(BIN)/python -c \
+		"import urllib.request; urllib.request.urlopen('$(CPU_WHEELS)/torch/', timeout=5)" 2>/dev/null; \
+		then wheels="--extra-index-url $(CPU_WHEELS)"; fi; \
+	echo "installing $(TORCH)"; \
+	$(BIN)/python -m pip install --disable-pip-version-check -q $(TORCH) $$wheels
+	@touch $@
+
+.venv/installed: .venv/torch pyproject.toml
+	@echo "installing olmorl"
+	@$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e .
+	@touch $@
+
+.venv/installed-dev: .venv/installed
+	@echo "installing what tests and checks need"
+	@$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e ".[dev]"
+	@touch $@

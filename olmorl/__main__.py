@@ -1,0 +1,5 @@
+"""`python -m olmorl` is `olmorl`."""
+
+from olmorl.cli.main import main
+
+main()

@@ -1,0 +1,1 @@
+"""The commands. They parse, then hand over."""

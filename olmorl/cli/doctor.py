@@ -1,0 +1,49 @@
+"""`olmorl doctor`: every check, each finding with its fix."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from olmorl.cli.finding import Finding
+from olmorl.cli.machine_checks import check_machine
+from olmorl.cli.package_checks import check_packages
+from olmorl.cli.run_checks import check_run
+
+PROBE_TIMEOUT_SECONDS = 120
+
+
+def examine(config_path: Path | None) -> int:
+    """Print all findings as they come; the exit code, 1 if anything failed."""
+    counts = {"ok": 0, "warn": 0, "fail": 0}
+    for finding in _findings(config_path):
+        print(finding, flush=True)
+        counts[finding.status] += 1
+    print(", ".join(f"{count} {status}" for status, count in counts.items()))
+    return 1 if counts["fail"] else 0
+
+
+def _findings(config_path: Path | None) -> Iterator[Finding]:
+    yield from check_packages()
+    yield from probe_torch()
+    yield from check_machine(Path.cwd())
+    if config_path is not None:
+        yield from check_run(config_path)
+
+
+def probe_torch() -> Iterator[Finding]:
+    """In a process of its own: a command never imports torch, and a broken build may not only raise but crash."""
+    command = [sys.executable, "-m", "olmorl.cli.torch_probe"]
+    mend = "reinstall torch for this machine (pip install --force-reinstall torch)"
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_SECONDS)
+    except subprocess.TimeoutExpired:
+        yield Finding("fail", f"torch did not answer within {PROBE_TIMEOUT_SECONDS} s", mend)
+        return
+    if done.returncode != 0:
+        last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+        yield Finding("fail", f"torch does not work: {last[0]}", mend)
+        return
+    for finding in json.loads(done.stdout.splitlines()[-1]):
+        yield Finding(**finding)

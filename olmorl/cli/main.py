@@ -1,0 +1,120 @@
+"""`olmorl`: the commands, their help, and what becomes of an error.
+
+Everything heavy is imported inside the command that needs it, so that help is instant.
+"""
+
+import logging
+import signal
+import sys
+import traceback
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from olmorl import __version__
+from olmorl.cli.shadowed import refuse_shadowed_packages
+from olmorl.contract.errors import OlmoRLError
+
+logger = logging.getLogger(__name__)
+
+INTERRUPTED = 130  # what a shell says of a command that Ctrl-C ended
+
+app = typer.Typer(
+    help="Reinforcement learning for language models, built around generating rollouts.",
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,  # plain help starts twice as fast and can be searched
+    pretty_exceptions_enable=False,
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"olmorl {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error; also after COMMAND.")] = False,
+) -> None:
+    if context.invoked_subcommand != "doctor":  # which reports it instead
+        refuse_shadowed_packages()
+
+
+@app.command()
+def train(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML file of the run.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Settings laid over the file; later wins.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the resolved config and the placement; start nothing.")
+    ] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue the newest complete checkpoint of the run directory.")
+    ] = False,
+) -> None:
+    """Train a model with RL, as CONFIG says."""
+    from olmorl.cli import train as command
+
+    if dry_run:
+        command.print_plan(config, overrides or [])
+    else:
+        command.train(config, overrides or [], resume=resume)
+
+
+@app.command()
+def doctor(
+    config: Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="Also check what this run needs.")] = None,
+) -> None:
+    """Look for what would keep a run from working here, and say how to mend it."""
+    from olmorl.cli.doctor import examine
+
+    raise typer.Exit(examine(config))
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command; the exit code. 0 done, 1 failed at run time, 2 usage or config error, 130 Ctrl-C."""
+    debug = "--debug" in arguments
+    arguments = [argument for argument in arguments if argument != "--debug"]
+    if debug:
+        logging.basicConfig(level=logging.INFO)
+    try:
+        app(arguments, prog_name="olmorl")
+    except SystemExit as end:  # how typer ends: it has printed what was wrong with the usage
+        if end.code == INTERRUPTED:
+            print("interrupted", file=sys.stderr)
+        return end.code if isinstance(end.code, int) else 1
+    except OlmoRLError as error:
+        _report(f"error: {error}", debug)
+        return error.exit_code
+    except OSError as error:  # a full disk, a missing right: the message of the system says it
+        _report(f"error: {error}", debug)
+        return 1
+    except Exception as error:  # a bug: still one message, and a traceback for whoever asks
+        logger.debug("the traceback of the error below", exc_info=True)
+        hint = "" if debug else "\nThis is a bug in olmorl; --debug shows where."
+        _report(f"error: {type(error).__name__}: {error}{hint}", debug)
+        return 1
+    return 0
+
+
+def _report(message: str, debug: bool) -> None:
+    if debug:
+        traceback.print_exc()
+    print(message, file=sys.stderr)
+
+
+def main() -> None:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a polite kill cleans up as Ctrl-C does
+    sys.exit(run(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()

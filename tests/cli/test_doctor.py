@@ -1,0 +1,154 @@
+"""doctor finds what is wrong, says how to mend it, and stays green where all is well."""
+
+import json
+import resource
+import socket
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from olmorl.cli import doctor, machine_checks, package_checks, run_checks
+from olmorl.cli.finding import Finding
+from olmorl.cli.shadowed import find_shadowed, find_strays, refuse_shadowed_packages
+from olmorl.contract.errors import ConfigError
+
+
+def only(findings: list[Finding], status: str) -> list[str]:
+    return [f"{finding.what} -> {finding.fix}" for finding in findings if finding.status == status]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "olmo2"}')
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"")
+    return folder
+
+
+def write_config(tmp_path: Path, model: Path, data: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(f"[model]\npath = {json.dumps(str(model))}\n[data]\ntrain = {json.dumps(str(data))}\n")
+    return path
+
+
+def test_this_machine_is_fit(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    assert doctor.examine(write_config(tmp_path, model, data)) == 0, capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "gloo: a process group of one works" in out and "(columns: prompt, answer)" in out
+    assert out.splitlines()[-1].endswith("0 fail")
+
+
+def test_exit_code_says_that_something_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.examine(tmp_path / "nowhere.toml") == 1
+    assert "fail  " in capsys.readouterr().out
+
+
+def test_missing_and_unfit_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    requirements = ["no-such-thing>=1", "numpy>=999", "pytest; extra == 'test'", "typer>=0.15"]
+    monkeypatch.setattr("importlib.metadata.requires", lambda name: requirements)
+    findings = list(package_checks.check_packages())
+    missing, unfit = only(findings, "fail")
+    assert missing == "no-such-thing is not installed -> pip install 'no-such-thing>=1'"
+    assert "olmorl needs >=999" in unfit
+    assert not any("pytest" in finding.what for finding in findings)
+
+
+def test_a_shadowing_package_is_named(tmp_path: Path) -> None:
+    """As site-packages does it: a distribution called inference lies ahead of ours on the path."""
+    other = tmp_path / "inference" / "__init__.py"
+    other.parent.mkdir()
+    other.write_text("")
+    script = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from olmorl.cli.main import main; main()"
+    for arguments in (["train", "any.toml"], ["doctor"]):
+        done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=120)
+        assert done.returncode == (2 if arguments[0] == "train" else 1)
+        assert f"'inference' is shadowed by {other}" in done.stdout + done.stderr
+        assert "pip uninstall inference" in done.stdout + done.stderr
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="'learner' is not found"):
+        refuse_shadowed_packages()
+
+
+def test_ours_are_not_shadowed() -> None:
+    assert find_shadowed() == {}
+    refuse_shadowed_packages()
+
+
+def test_strays_in_the_current_directory(tmp_path: Path) -> None:
+    (tmp_path / "learner").mkdir()
+    assert find_strays(tmp_path) == [], "an empty folder hides nothing"
+    (tmp_path / "inference.py").write_text("")
+    (tmp_path / "learner" / "x.py").write_text("")
+    assert find_strays(tmp_path) == [tmp_path / "inference.py", tmp_path / "learner"]
+
+
+def test_broken_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\necho 'ImportError: libtorch is gone' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(broken))
+    (finding,) = doctor.probe_torch()
+    assert finding.status == "fail" and "libtorch is gone" in finding.what and finding.fix
+
+
+def test_machine_limits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    usage = namedtuple("usage", "total used free")
+
+    def unresolvable(host: str) -> str:
+        raise socket.gaierror(f"no {host}")
+
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 1_048_576))
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage(1000 << 20, 990 << 20, 10 << 20))
+    monkeypatch.setattr(socket, "gethostbyname", unresolvable)
+    findings = list(machine_checks.check_machine(tmp_path))
+    warnings = "\n".join(only(findings, "warn"))
+    assert "ulimit -n 4096" in warnings and "99% full" in warnings and "/etc/hosts" in warnings
+    assert len(only(findings, "fail")) == 1 and "0.0 GB free" in only(findings, "fail")[0]
+
+
+def test_models(model: Path, tmp_path: Path) -> None:
+    assert run_checks.check_model(str(model)).status == "ok"
+    assert run_checks.check_model("allenai/no-folder-here").status == "warn"
+    (model / "config.json").write_text("{")
+    assert "cannot be read" in run_checks.check_model(str(model)).what
+    (model / "model.safetensors").unlink()
+    assert "lacks *.safetensors" in run_checks.check_model(str(model)).what
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [(None, "cannot be read"), ("", "holds no row"), ("not json\n", "cannot be read"), ("[1]\n", "no JSON object")],
+)
+def test_bad_data(tmp_path: Path, text: str | None, says: str) -> None:
+    path = tmp_path / "data.jsonl"
+    if text is not None:
+        path.write_text(text)
+    finding = run_checks.check_data(path)
+    assert finding.status == "fail" and says in finding.what and finding.fix
+
+
+def test_parquet_data(tmp_path: Path) -> None:
+    path = tmp_path / "data.parquet"
+    pq.write_table(pa.table({"prompt": ["a"], "answer": ["b"]}), path)
+    assert run_checks.check_data(path).what.endswith("(columns: prompt, answer)")
+    path.write_text("no parquet")
+    assert run_checks.check_data(path).status == "fail"
+
+
+def test_impossible_placement(tmp_path: Path, model: Path) -> None:
+    config = write_config(tmp_path, model, tmp_path / "data.jsonl")
+    with config.open("a") as file:
+        file.write('[inference]\ndevice = "cuda"\nworkers = 64\n')
+    assert any("missing" in finding for finding in only(list(run_checks.check_run(config)), "fail"))

@@ -1,0 +1,112 @@
+"""The command line as a user meets it: exit codes, one message on stderr, instant help, a clean Ctrl-C."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import olmorl
+from olmorl.cli.main import run
+from olmorl.config.load import load_config
+
+CONFIG = """
+[model]
+path = "some-model"
+[data]
+train = "some-data.jsonl"
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(CONFIG)
+    return path
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--version"]) == 0
+    assert capsys.readouterr().out == f"olmorl {olmorl.__version__}\n"
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["doctor", "--help"]])
+def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(arguments) == 0
+    assert "Usage: olmorl" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["trian"], "'train'"),
+        (["train"], "CONFIG"),
+        (["train", "nowhere.toml"], "nowhere.toml: no such config file"),
+        (["train", "{config}", "--no-such-option"], "--no-such-option"),
+        (["train", "{config}", "run.stepz=3"], "run.steps"),
+        (["train", "{config}", "run.steps=many"], "run.steps"),
+        (["train", "{config}", "run.steps"], "section.key=value"),
+    ],
+)
+def test_bad_usage(arguments: list[str], says: str, config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([argument.format(config=config) for argument in arguments]) == 2
+    out, err = capsys.readouterr()
+    assert says in err and "Traceback" not in err
+    assert out == ""
+
+
+def test_debug_shows_the_traceback_wherever_it_stands(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["--debug", "train", "nowhere.toml"], ["train", "nowhere.toml", "--debug"]):
+        assert run(arguments) == 2
+        err = capsys.readouterr().err
+        assert "Traceback" in err and err.endswith("error: nowhere.toml: no such config file\n")
+
+
+def test_a_bug_is_one_message(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("of all things")
+
+    monkeypatch.setattr("olmorl.cli.train.print_plan", broken)
+    assert run(["train", str(config), "--dry-run"]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("error: ZeroDivisionError: of all things\n") and "Traceback" not in err and "--debug" in err
+
+
+def test_dry_run_prints_a_config_that_can_be_run(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    overrides = ["run.name=mine", "optim.lr=1e-4", "rollout.async_steps=2", "optim.lr=2e-4"]
+    assert run(["train", str(config), *overrides, "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    assert "# placement: 1 inference x cpu, 1 learner x cpu" in printed
+    again = tmp_path / "again.toml"
+    again.write_text(printed)
+    assert load_config(again, []) == load_config(config, overrides)
+    assert load_config(again, []).optim.lr == 2e-4
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["again.toml", "run.toml"], "it started something"
+
+
+def test_help_is_instant() -> None:
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "olmorl", "--help"], check=True, capture_output=True)
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 0.5
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_ends_a_command_with_its_children(signum: signal.Signals) -> None:
+    command = subprocess.Popen(
+        [sys.executable, "-m", "olmorl", "doctor"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert command.stdout is not None
+    command.stdout.readline()  # now it is at work
+    command.send_signal(signum)
+    _, err = command.communicate(timeout=30)  # returns only when children have closed the pipes too
+    assert (command.returncode, err) == (130, "interrupted\n")
