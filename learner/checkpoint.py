@@ -1,0 +1,99 @@
+"""Checkpoints that another number of ranks can resume, and the export to a Hugging Face folder.
+
+Both write into a folder whose completeness the driver marks; an export appears under its name only when it is whole.
+"""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from huggingface_hub import save_torch_state_dict, snapshot_download
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from learner.model import DTYPES, PolicyModel, full_tensor, reshard
+from learner.step import TrainState
+from olmorl.contract.errors import WorkerError
+
+COPIED_FILES = (  # of the model folder, as they are
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "chat_template*",
+    "generation_config.json",
+)
+
+
+def save_checkpoint(state: TrainState, path: Path) -> None:
+    """Weights, optimizer, version, counters and random state; collective."""
+    dcp.save(_state_dict(state), checkpoint_id=path)
+
+
+def load_checkpoint(state: TrainState, path: Path) -> int:
+    """Restore `state` in place from a checkpoint of any number of ranks; returns its version. Collective."""
+    if not (path / ".metadata").is_file():
+        raise WorkerError(f"{path} is not a whole learner checkpoint: it has no .metadata")
+    restored = _state_dict(state)
+    dcp.load(restored, checkpoint_id=path)
+    set_state_dict(
+        state.policy, state.optimizer, model_state_dict=restored["model"], optim_state_dict=restored["optimizer"]
+    )
+    progress = restored["progress"]
+    state.version = int(progress["version"])
+    state.skipped_steps = int(progress["skipped_steps"])
+    state.skipped_in_a_row = int(progress["skipped_in_a_row"])
+    torch.set_rng_state(progress["random_state"])
+    return state.version
+
+
+def _state_dict(state: TrainState) -> dict[str, Any]:
+    reshard(state.policy)
+    model, optimizer = get_state_dict(state.policy, state.optimizer)
+    progress = {
+        "version": torch.tensor(state.version),
+        "skipped_steps": torch.tensor(state.skipped_steps),
+        "skipped_in_a_row": torch.tensor(state.skipped_in_a_row),
+        "random_state": torch.get_rng_state(),
+    }
+    return {"model": model, "optimizer": optimizer, "progress": progress}
+
+
+def export_hugging_face(policy: PolicyModel, path: Path, *, source: str, dtype: str) -> None:
+    """Write a folder that transformers loads: safetensors, config, and the tokenizer's files of `source`. Collective.
+
+    Rank 0 writes; it needs room for the whole model in `dtype`.
+    """
+    reshard(policy)
+    tensors = {}
+    for name, parameter in policy.hugging_face_parameters().items():
+        tensor = full_tensor(parameter, dtype=DTYPES[dtype])
+        if dist.get_rank() == 0:
+            tensors[name] = tensor.cpu()
+    if dist.get_rank() == 0:
+        partial = path.with_name(path.name + ".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        save_torch_state_dict(tensors, partial, max_shard_size="5GB")
+        config = type(policy.config).from_dict(policy.config.to_dict())
+        config.dtype = dtype
+        config.architectures = [type(policy.causal_lm).__name__]
+        config.save_pretrained(partial)
+        _copy_companions(source, partial)
+        shutil.rmtree(path, ignore_errors=True)
+        partial.rename(path)
+    dist.barrier()
+
+
+def _copy_companions(source: str, target: Path) -> None:
+    folder = Path(source)
+    if not folder.is_dir():
+        folder = Path(snapshot_download(source, allow_patterns=list(COPIED_FILES)))
+    for pattern in COPIED_FILES:
+        for file in folder.glob(pattern):
+            if file.is_file():
+                shutil.copy2(file, target / file.name)

@@ -1,0 +1,173 @@
+"""The policy: a transformers causal model whose forward returns logprobs, sharded by FSDP2.
+
+The logprobs are computed inside `forward` because a submodule of a sharded root must not be called from outside: only
+the root's own forward brings its parameters together.
+
+Parameters are held in float32, whatever the compute dtype: an update of 1e-6 is lost in bfloat16.
+
+Shapes: N tokens of a packed micro-batch, R positions to be scored, E width.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from learner.attention import ATTENTION_NAME, DocumentLayout, register
+from learner.logprobs import chunked_logprobs
+from olmorl.contract.errors import ModelError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling")  # config keys of heads we do not compute
+
+
+class PolicyModel(nn.Module):
+    def __init__(self, causal_lm: PreTrainedModel, *, chunk_tokens: int = 1024) -> None:
+        super().__init__()
+        self.causal_lm = causal_lm
+        self.chunk_tokens = chunk_tokens
+        embedding, head = causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings()
+        tied = next(embedding.parameters()) is next(head.parameters())
+        self.num_parameters = _count(causal_lm)
+        self.num_head_parameters = _count(head)
+        self.num_body_parameters = self.num_parameters - _count(embedding) - (0 if tied else _count(head))
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        return self.causal_lm.config
+
+    def forward(
+        self,
+        token_ids_N: Tensor,
+        position_ids_N: Tensor,
+        layout: DocumentLayout,
+        scored_R: Tensor,
+        *,
+        temperature: float,
+    ) -> tuple[Tensor, Tensor]:
+        """Logprob of the token at each position of `scored_R` given those before it, and the entropy there.
+
+        A position must not be the first of its document.
+        """
+        hidden_NE = self.causal_lm.base_model(
+            input_ids=token_ids_N[None], position_ids=position_ids_N[None], use_cache=False, layout=layout
+        ).last_hidden_state[0]
+        head = self.causal_lm.get_output_embeddings()
+        return chunked_logprobs(
+            hidden_NE.index_select(0, scored_R - 1),
+            head.weight,
+            head.bias,
+            token_ids_N.index_select(0, scored_R),
+            temperature=temperature,
+            chunk_tokens=self.chunk_tokens,
+        )
+
+    def hugging_face_parameters(self) -> dict[str, nn.Parameter]:
+        """Every parameter once, by its Hugging Face name; a tied head goes by the name of the embedding."""
+        return dict(self.causal_lm.named_parameters())
+
+
+def load_policy(path: str, *, chunk_tokens: int = 1024, activation_checkpointing: bool = False) -> PolicyModel:
+    """Read a Hugging Face folder or hub id, in float32."""
+    register()
+    try:
+        config = AutoConfig.from_pretrained(path)
+        _check_config(config)
+        causal_lm = AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=torch.float32, attn_implementation=ATTENTION_NAME
+        )
+    except (OSError, ValueError, KeyError) as error:
+        if isinstance(error, ModelError):
+            raise
+        raise ModelError(f"cannot load the model {path!r}: {error}") from error
+    if not causal_lm._supports_attention_backend:
+        raise ModelError(
+            f"{type(causal_lm).__name__} ({path}) does its own attention, so documents cannot be packed without "
+            "seeing each other; use a model that supports transformers' attention interface (Llama, OLMo 2, Qwen, ...)"
+        )
+    for module in causal_lm.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0  # with dropout the policy that is trained is not the one that spoke
+    if activation_checkpointing:
+        causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
+    causal_lm.train()
+    return PolicyModel(causal_lm, chunk_tokens=chunk_tokens)
+
+
+def _check_config(config: PreTrainedConfig) -> None:
+    for key in LOGIT_CHANGES:
+        if getattr(config, key, None) not in (None, 1, 1.0):
+            raise ModelError(f"the model's config has {key} = {getattr(config, key)}, which the learner does not apply")
+
+
+def shard(policy: PolicyModel, mesh: DeviceMesh, *, compute_dtype: torch.dtype) -> PolicyModel:
+    """Shard every decoder layer, then the rest, over `mesh`. Gradients are summed over ranks, never averaged.
+
+    On one rank parameters stay together after the forward: there is nobody to share the memory with.
+    """
+    if compute_dtype == torch.float32:
+        precision = MixedPrecisionPolicy()
+    else:
+        precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    reshard = mesh.size() > 1
+    for layer in decoder_layers(policy):
+        fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard)
+    fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard)
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # else gloo is asked for a reduction that only NCCL has
+    return policy
+
+
+def reshard(policy: PolicyModel) -> None:
+    """Drop the parameters that a forward brought together.
+
+    A forward that no backward follows leaves them standing, and they would outlive the next change of the shards.
+    """
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def full_tensor(parameter: Tensor, *, dtype: torch.dtype) -> Tensor:
+    """A sharded parameter whole, on every rank, cast before it travels. Collective; wants a resharded policy."""
+    shard = parameter.detach().to(dtype)
+    return shard.full_tensor() if isinstance(shard, DTensor) else shard
+
+
+def decoder_layers(policy: PolicyModel) -> nn.ModuleList:
+    layers = getattr(policy.causal_lm.base_model, "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        raise ModelError(f"{type(policy.causal_lm).__name__} has no list of decoder layers under `model.layers`")
+    return layers
+
+
+def forward_flops(policy: PolicyModel, lengths: tuple[int, ...], *, num_scored: int) -> float:
+    """2 FLOPs per weight and token, 4 per attended pair, query head and head dimension; rows looked up are free."""
+    config = policy.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    pairs = sum(_attended_pairs(length, window) for window in layer_windows(config) for length in lengths)
+    return (
+        2.0 * policy.num_body_parameters * sum(lengths)
+        + 2.0 * policy.num_head_parameters * num_scored
+        + 4.0 * config.num_attention_heads * head_dim * pairs
+    )
+
+
+def layer_windows(config: PreTrainedConfig) -> list[int | None]:
+    """The sliding window of each layer, None for full attention."""
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def _attended_pairs(length: int, window: int | None) -> int:
+    reach = length if window is None else min(window, length)
+    return reach * (reach + 1) // 2 + (length - reach) * reach
+
+
+def _count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

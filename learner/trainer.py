@@ -1,0 +1,106 @@
+"""One learner rank put together: the model, its optimizer and what is done with them. No actor, no Ray.
+
+Every method is collective over the ranks of the default process group.
+"""
+
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from learner.attention import DocumentLayout
+from learner.checkpoint import export_hugging_face, load_checkpoint, save_checkpoint
+from learner.model import DTYPES, load_policy, reshard, shard
+from learner.optim import build_optimizer
+from learner.step import TrainState, train_step
+from olmorl.contract.errors import ConfigError
+from olmorl.contract.training import LearnerConfig, RankBatch, ScoreRequest, StepReport
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+SCORED_TOKENS = 8192  # of one forward without gradients
+
+
+def join_ranks(store: dist.Store, *, rank: int, world_size: int, device: torch.device) -> None:
+    """Make the default process group over all learner ranks."""
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT)
+
+
+class Trainer:
+    """Wants the default process group to stand."""
+
+    def __init__(self, config: LearnerConfig, *, device: torch.device) -> None:
+        if config.dtype not in DTYPES:
+            raise ConfigError(f"the learner's dtype is {config.dtype!r}; it must be one of {', '.join(DTYPES)}")
+        torch.manual_seed(config.seed)
+        self.config = config
+        self.device = device
+        policy = load_policy(
+            config.model,
+            chunk_tokens=config.logprob_chunk_tokens,
+            activation_checkpointing=config.activation_checkpointing,
+        )
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        self.policy = shard(policy.to(device), mesh, compute_dtype=DTYPES[config.dtype])
+        self.state = TrainState(self.policy, build_optimizer(self.policy, config))
+
+    @property
+    def version(self) -> int:
+        return self.state.version
+
+    def train_step(self, batch: RankBatch) -> StepReport:
+        return train_step(self.state, batch, config=self.config, device=self.device)
+
+    @torch.no_grad()
+    def score(self, request: ScoreRequest) -> list[np.ndarray]:
+        """Logprob at temperature 1 of every token but the first, for each sequence."""
+        logprobs: list[np.ndarray] = []
+        for sequences in _within(request.sequences, SCORED_TOKENS):
+            lengths = np.array([len(sequence) for sequence in sequences])
+            starts = np.concatenate([[0], np.cumsum(lengths)])
+            positions = np.concatenate([np.arange(n) for n in lengths])
+            logprobs_R, _ = self.policy(
+                torch.from_numpy(np.concatenate(sequences).astype(np.int64)).to(self.device),
+                torch.from_numpy(positions).to(self.device),
+                DocumentLayout.from_starts(starts, device=self.device),
+                torch.from_numpy(np.flatnonzero(positions)).to(self.device),
+                temperature=1.0,
+            )
+            logprobs += np.split(logprobs_R.cpu().numpy(), np.cumsum(lengths - 1)[:-1])
+        reshard(self.policy)
+        return logprobs
+
+    def save(self, path: str) -> None:
+        save_checkpoint(self.state, Path(path))
+
+    def load(self, path: str) -> int:
+        return load_checkpoint(self.state, Path(path))
+
+    def export(self, path: str) -> None:
+        export_hugging_face(self.policy, Path(path), source=self.config.model, dtype=self.config.wire_dtype)
+
+
+def pick_device(name: str, *, rank: int) -> torch.device:
+    """Ray shows each actor its own devices alone, so an index beyond them wraps to the first."""
+    if name == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError(f"the learner's device is {name!r}, but this process sees no CUDA device; use 'cpu'")
+    return torch.device("cuda", rank % torch.cuda.device_count())
+
+
+def _within(sequences: Sequence[np.ndarray], limit: int) -> Iterator[list[np.ndarray]]:
+    """Runs of sequences of at most `limit` tokens; a longer sequence stands alone."""
+    run: list[np.ndarray] = []
+    for sequence in sequences:
+        assert len(sequence) >= 2, "a sequence to be scored has at least two tokens"
+        if run and sum(map(len, run)) + len(sequence) > limit:
+            yield run
+            run = []
+        run.append(sequence)
+    if run:
+        yield run
