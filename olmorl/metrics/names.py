@@ -16,7 +16,7 @@ _GROUPS = {
     "mismatch": "logprob_abs_diff_mean logprob_abs_diff_max kl",
     "canary": "logprob_abs_diff_mean logprob_abs_diff_max checksum_ok",
     "loss": "policy kl clip_fraction",
-    "optim": "lr grad_norm",
+    "optim": "lr grad_norm skipped_steps",
     "throughput": (
         "tokens_per_second trained_tokens_per_second tokens_per_second_per_device inference_mfu inference_mbu "
         "learner_mfu goodput"

@@ -1,0 +1,69 @@
+"""What importing a module brings along, looked at in `sys.modules` of a fresh process.
+
+import-linter sees only what is written; this sees what happens, through third parties too.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# Says who imports a forbidden module, so that a failure names the chain.
+_WATCHER = """
+import sys, traceback
+class Watcher:
+    def find_spec(self, name, path=None, target=None):
+        if name in forbidden:
+            traceback.print_stack()
+sys.meta_path.insert(0, Watcher())
+"""
+
+
+def assert_brings_none(modules: list[str], forbidden: list[str], root: Path) -> None:
+    imports = "\n".join(f"import {module}" for module in modules)
+    script = f"forbidden = {forbidden!r}\n{_WATCHER}\n{imports}\nprint([m for m in forbidden if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=root, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[]", f"{modules} bring {done.stdout}{done.stderr}"
+
+
+def module_name(path: Path, root: Path) -> str:
+    parts = path.relative_to(root).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def test_the_driver_has_no_torch(root: Path, sources: list[Path]) -> None:
+    """Everything of olmorl, all at once, but for the probe that is run as a process of its own."""
+    names = [module_name(path, root) for path in sources]
+    driver = [
+        n for n in names if n.split(".")[0] == "olmorl" and n not in ("olmorl.__main__", "olmorl.cli.torch_probe")
+    ]
+    assert len(driver) > 30
+    assert_brings_none(driver, ["torch"], root)
+
+
+@pytest.mark.parametrize(
+    "module", ["inference.request", "inference.scheduler", "inference.block_allocator", "inference.prefix_cache"]
+)
+def test_engine_policy_runs_anywhere(module: str, root: Path) -> None:
+    assert_brings_none([module], ["torch", "ray", "pydantic"], root)
+
+
+def test_packing_runs_anywhere(root: Path) -> None:
+    assert_brings_none(["learner.pack"], ["torch", "ray", "pydantic"], root)
+
+
+def test_the_engine_needs_neither_ray_nor_pydantic(root: Path) -> None:
+    assert_brings_none(["inference.llm"], ["ray", "pydantic", "olmorl.config", "learner"], root)
+
+
+def test_the_leaves_are_leaves(root: Path, sources: list[Path]) -> None:
+    names = [module_name(path, root) for path in sources]
+    heavy = ["torch", "ray", "transformers", "pyarrow", "wandb", "inference", "learner", "olmorl.controller"]
+    assert_brings_none([n for n in names if n.startswith("olmorl.contract")], [*heavy, "pydantic"], root)
+    assert_brings_none([n for n in names if n.startswith("olmorl.config")], heavy, root)
+
+
+def test_help_loads_nothing_heavy(root: Path) -> None:
+    assert_brings_none(["olmorl.cli.main"], ["torch", "ray", "pydantic", "numpy", "rich", "wandb", "pyarrow"], root)
