@@ -1,0 +1,1 @@
+"""Compiled fast paths. Each has a slow twin in torch that says what it must compute."""

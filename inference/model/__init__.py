@@ -1,0 +1,1 @@
+"""The decoder: one definition for every supported family."""

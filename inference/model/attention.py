@@ -1,0 +1,149 @@
+"""The paged KV pool and attention over it: the torch definition, and the choice of a compiled path.
+
+Suffixes: T tokens, H heads (queries, then keys, then values), D head size, B blocks, K key heads, S block size,
+L layers, C context length, N tokens of one chunk.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from inference.kernels import cpu_attention
+from inference.model.architecture import Architecture
+from inference.model.layers import rms_norm, rotate
+from inference.step_batch import StepBatch
+
+_NORM_HEADS = {None: 0, "head": 1, "whole": 2}
+
+
+class KVPool:
+    """Keys and values of all layers. Zeroed pages cost nothing until they are written."""
+
+    def __init__(
+        self, arch: Architecture, num_blocks: int, *, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        shape = (len(arch.layers), 2, num_blocks, arch.num_kv_heads, block_size, arch.head_dim)
+        self.data_L2BKSD = torch.zeros(shape, dtype=dtype, device=device)
+        self.block_size = block_size
+
+    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of one layer, each [B, K, S, D]."""
+        return self.data_L2BKSD[index, 0], self.data_L2BKSD[index, 1]
+
+    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        source, target = (torch.tensor(blocks, device=self.data_L2BKSD.device) for blocks in zip(*copies, strict=True))
+        self.data_L2BKSD[:, :, target] = self.data_L2BKSD[:, :, source]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionInput:
+    """What one layer's attention needs beside the projections."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    qk_norm: str | None
+    norm_eps: float
+    rope_2PF: torch.Tensor
+    window: int | None
+
+
+def attend(
+    qkv_TX: torch.Tensor,
+    layer: AttentionInput,
+    keys_BKSD: torch.Tensor,
+    values_BKSD: torch.Tensor,
+    batch: StepBatch,
+) -> torch.Tensor:
+    """[T, H*D]. Writes the step's keys and values to the pool, then attends; `qkv_TX` is overwritten."""
+    if qkv_TX.device.type == "cpu" and qkv_TX.dtype == torch.float32:
+        return attend_compiled(qkv_TX, layer, keys_BKSD, values_BKSD, batch)
+    return attend_torch(qkv_TX, layer, keys_BKSD, values_BKSD, batch)
+
+
+def attend_compiled(
+    qkv_TX: torch.Tensor,
+    layer: AttentionInput,
+    keys_BKSD: torch.Tensor,
+    values_BKSD: torch.Tensor,
+    batch: StepBatch,
+) -> torch.Tensor:
+    qkv_THD = qkv_TX.view(len(qkv_TX), -1, layer.head_dim).numpy()
+    keys, values = keys_BKSD.numpy(), values_BKSD.numpy()
+    cos, sin = layer.rope_2PF.numpy()
+    none = cos[0]
+    cpu_attention.norm_rope_store(layer.head_dim)(
+        qkv_THD,
+        layer.num_heads,
+        none if layer.q_norm is None else layer.q_norm.numpy(),
+        none if layer.k_norm is None else layer.k_norm.numpy(),
+        _NORM_HEADS[layer.qk_norm],
+        layer.norm_eps,
+        cos,
+        sin,
+        batch.positions_T,
+        batch.slots_T,
+        keys,
+        values,
+    )
+    out_TX = torch.empty((len(qkv_TX), layer.num_heads * layer.head_dim))
+    cpu_attention.paged_attention(layer.head_dim)(
+        qkv_THD,
+        layer.num_heads,
+        keys,
+        values,
+        batch.block_table_RW,
+        batch.rows_T,
+        batch.positions_T,
+        layer.window or 0,
+        out_TX.view(len(qkv_TX), layer.num_heads, layer.head_dim).numpy(),
+    )
+    return out_TX
+
+
+def attend_torch(
+    qkv_TX: torch.Tensor,
+    layer: AttentionInput,
+    keys_BKSD: torch.Tensor,
+    values_BKSD: torch.Tensor,
+    batch: StepBatch,
+) -> torch.Tensor:
+    """The definition: dense attention of each chunk over the keys gathered for it."""
+    device = qkv_TX.device
+    sizes = [layer.num_heads, layer.num_kv_heads, layer.num_kv_heads]
+    q_THD, k_TKD, v_TKD = qkv_TX.view(len(qkv_TX), -1, layer.head_dim).split(sizes, dim=1)
+    if layer.q_norm is not None and layer.k_norm is not None:
+        q_THD = _norm(q_THD, layer.q_norm, layer)
+        k_TKD = _norm(k_TKD, layer.k_norm, layer)
+    positions_T = torch.from_numpy(batch.positions_T).to(device)
+    cos_TF, sin_TF = layer.rope_2PF[:, positions_T]
+    q_THD, k_TKD = rotate(q_THD, cos_TF, sin_TF), rotate(k_TKD, cos_TF, sin_TF)
+    slots_T = torch.from_numpy(batch.slots_T).to(device)
+    block_size = keys_BKSD.shape[2]
+    keys_BKSD[slots_T // block_size, :, slots_T % block_size] = k_TKD
+    values_BKSD[slots_T // block_size, :, slots_T % block_size] = v_TKD
+
+    table_RW = torch.from_numpy(batch.block_table_RW).to(device)
+    out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
+    start = 0
+    for end in batch.chunk_ends_C.tolist():
+        context = int(batch.positions_T[end - 1]) + 1
+        blocks = table_RW[int(batch.rows_T[start]), : -(-context // block_size)].long()
+        k_KCD = keys_BKSD[blocks].transpose(0, 1).flatten(1, 2)[:, :context]
+        v_KCD = values_BKSD[blocks].transpose(0, 1).flatten(1, 2)[:, :context]
+        distance_NC = positions_T[start:end, None] - torch.arange(context, device=device)
+        seen_NC = (distance_NC >= 0) & (distance_NC < (layer.window or context))
+        q_HND = q_THD[start:end].transpose(0, 1)
+        out_HND = F.scaled_dot_product_attention(q_HND[None], k_KCD[None], v_KCD[None], seen_NC, enable_gqa=True)[0]
+        out_THD[start:end] = out_HND.transpose(0, 1)
+        start = end
+    return out_THD.flatten(1)
+
+
+def _norm(x_THD: torch.Tensor, weight: torch.Tensor, layer: AttentionInput) -> torch.Tensor:
+    if layer.qk_norm == "head":
+        return rms_norm(x_THD, weight, layer.norm_eps)
+    return rms_norm(x_THD.flatten(1), weight, layer.norm_eps).view_as(x_THD)

@@ -1,0 +1,140 @@
+"""One decoder for every family. Where they differ, the architecture has a switch.
+
+Projections that read the same input are stored as one matrix (query, key and value; gate and up). `tensors` gives
+each its Hugging Face name as a view, so that loading, weight updates and checksums never see the fusion, and an
+update in place reaches the fused matrix.
+
+Suffixes: T tokens, M hidden size, R wanted rows, V vocabulary.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from inference.model.architecture import Architecture, Rope
+from inference.model.attention import AttentionInput, KVPool, attend
+from inference.model.layers import gated_silu, linear, rms_norm, rope_table
+from inference.step_batch import StepBatch
+from olmorl.contract.weights import TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    qkv: torch.Tensor
+    qkv_bias: torch.Tensor | None
+    out: torch.Tensor
+    out_bias: torch.Tensor | None
+    gate_up: torch.Tensor
+    gate_up_bias: torch.Tensor | None
+    down: torch.Tensor
+    down_bias: torch.Tensor | None
+    attention_norm: torch.Tensor
+    mlp_norm: torch.Tensor
+    attention: AttentionInput
+
+
+class Decoder:
+    def __init__(self, arch: Architecture, *, dtype: torch.dtype, device: torch.device, max_model_len: int) -> None:
+        self.arch = arch
+        self.dtype = dtype
+        self.device = device
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._rope_tables: dict[Rope, torch.Tensor] = {}
+        self.embedding = self._tensor("model.embed_tokens.weight", arch.vocab_size, arch.hidden_size)
+        self.layers = [self._layer(index, max_model_len) for index in range(len(arch.layers))]
+        self.norm = self._tensor("model.norm.weight", arch.hidden_size)
+        self.head = self.embedding if arch.tied else self._tensor("lm_head.weight", arch.vocab_size, arch.hidden_size)
+
+    @property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """What an update must carry, in the order of the model."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return tuple(TensorSpec(name, tuple(tensor.shape), dtype) for name, tensor in self.tensors.items())
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(tensor.numel() for tensor in self.tensors.values())
+
+    def forward(self, batch: StepBatch, pool: KVPool) -> torch.Tensor:
+        """[T, M] after the final norm; keys and values of the step are in `pool`."""
+        arch, eps = self.arch, self.arch.norm_eps
+        pre = arch.norms == "pre"
+        x_TM = F.embedding(torch.from_numpy(batch.token_ids_T).to(self.device), self.embedding)
+        for index, layer in enumerate(self.layers):
+            y_TM = rms_norm(x_TM, layer.attention_norm, eps) if pre else x_TM
+            qkv_TX = linear(y_TM, layer.qkv, layer.qkv_bias)
+            y_TM = linear(attend(qkv_TX, layer.attention, *pool.layer(index), batch), layer.out, layer.out_bias)
+            x_TM = x_TM + (y_TM if pre else rms_norm(y_TM, layer.attention_norm, eps))
+            y_TM = rms_norm(x_TM, layer.mlp_norm, eps) if pre else x_TM
+            y_TM = gated_silu(linear(y_TM, layer.gate_up, layer.gate_up_bias))
+            y_TM = linear(y_TM, layer.down, layer.down_bias)
+            x_TM = x_TM + (y_TM if pre else rms_norm(y_TM, layer.mlp_norm, eps))
+        return rms_norm(x_TM, self.norm, eps)
+
+    def logits(self, hidden_RM: torch.Tensor) -> torch.Tensor:
+        """[R, V] float32."""
+        return linear(hidden_RM, self.head).float()
+
+    def _layer(self, index: int, max_model_len: int) -> LayerWeights:
+        arch = self.arch
+        prefix = f"model.layers.{index}."
+        attention, mlp = prefix + "self_attn.", prefix + "mlp."
+        width, kv_width = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
+        norms = ("input", "post_attention") if arch.norms == "pre" else ("post_attention", "post_feedforward")
+        qkv = [(attention + "q_proj", width), (attention + "k_proj", kv_width), (attention + "v_proj", kv_width)]
+        gate_up = [(mlp + "gate_proj", arch.intermediate_size), (mlp + "up_proj", arch.intermediate_size)]
+        q_norm = k_norm = None
+        if arch.qk_norm is not None:
+            whole = arch.qk_norm == "whole"
+            q_norm = self._tensor(attention + "q_norm.weight", width if whole else arch.head_dim)
+            k_norm = self._tensor(attention + "k_norm.weight", kv_width if whole else arch.head_dim)
+        return LayerWeights(
+            *self._fused(qkv, arch.hidden_size, bias=arch.qkv_bias),
+            *self._fused([(attention + "o_proj", arch.hidden_size)], width, bias=arch.out_bias),
+            *self._fused(gate_up, arch.hidden_size, bias=arch.mlp_bias),
+            *self._fused([(mlp + "down_proj", arch.hidden_size)], arch.intermediate_size, bias=arch.mlp_bias),
+            self._tensor(f"{prefix}{norms[0]}_layernorm.weight", arch.hidden_size),
+            self._tensor(f"{prefix}{norms[1]}_layernorm.weight", arch.hidden_size),
+            AttentionInput(
+                arch.num_heads,
+                arch.num_kv_heads,
+                arch.head_dim,
+                q_norm,
+                k_norm,
+                arch.qk_norm,
+                arch.norm_eps,
+                self._rope_table(arch.layers[index].rope, max_model_len),
+                arch.layers[index].window,
+            ),
+        )
+
+    def _rope_table(self, rope: Rope, max_model_len: int) -> torch.Tensor:
+        """Layers with the same rope share one table."""
+        if rope not in self._rope_tables:
+            self._rope_tables[rope] = rope_table(
+                rope, head_dim=self.arch.head_dim, num_positions=max_model_len, device=self.device
+            )
+        return self._rope_tables[rope]
+
+    def _tensor(self, name: str, *shape: int) -> torch.Tensor:
+        tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
+        self.tensors[name] = tensor
+        return tensor
+
+    def _fused(
+        self, parts: list[tuple[str, int]], in_features: int, *, bias: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """One matrix (and bias) for all `parts`, each named as a view of its rows."""
+        sizes = [size for _, size in parts]
+        empty: Callable[..., torch.Tensor] = lambda *shape: torch.empty(  # noqa: E731
+            shape, dtype=self.dtype, device=self.device
+        )
+        weight = empty(sum(sizes), in_features)
+        bias_tensor = empty(sum(sizes)) if bias else None
+        for kind, whole in (("weight", weight), ("bias", bias_tensor)):
+            if whole is not None:
+                for (name, _), view in zip(parts, whole.split(sizes), strict=True):
+                    self.tensors[f"{name}.{kind}"] = view
+        return weight, bias_tensor

@@ -1,0 +1,40 @@
+"""The pieces of a decoder layer as plain functions on tensors, in transformers' numerics.
+
+Suffixes: T tokens of a step, M hidden size, D head size, P positions, F half of D.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from inference.model.architecture import Rope
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Over the last dimension, in float32."""
+    x32 = x.float()
+    normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
+    return weight * normed.to(x.dtype)
+
+
+def linear(x_TM: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    return F.linear(x_TM, weight, bias)
+
+
+def gated_silu(gate_up_TM: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up_TM.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
+
+
+def rope_table(rope: Rope, *, head_dim: int, num_positions: int, device: torch.device) -> torch.Tensor:
+    """[2, P, F] float32: cosines and sines."""
+    exponents_F = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
+    frequencies_F = 1.0 / (rope.theta**exponents_F)
+    angles_PF = torch.arange(num_positions, dtype=torch.float32, device=device)[:, None] * frequencies_F
+    return torch.stack([angles_PF.cos(), angles_PF.sin()])
+
+
+def rotate(x_THD: torch.Tensor, cos_TF: torch.Tensor, sin_TF: torch.Tensor) -> torch.Tensor:
+    """Rotary position embedding of the half-split kind; computed in float32."""
+    low, high = x_THD.float().chunk(2, dim=-1)
+    cos, sin = cos_TF[:, None], sin_TF[:, None]
+    return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1).to(x_THD.dtype)

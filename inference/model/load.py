@@ -1,0 +1,82 @@
+"""From a Hugging Face folder (or hub id) to a decoder with its weights, and the ids that end a text."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from inference.model.architecture import read_architecture, read_json
+from inference.model.decoder import Decoder
+from olmorl.contract.errors import ModelError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Not parameters: buffers that old checkpoints carry, and the copy of a tied head.
+_IGNORED = ("rotary_emb.inv_freq",)
+
+
+def resolve_folder(model: str) -> Path:
+    """A local folder as it is; anything else is a hub id and downloaded."""
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
+        raise ModelError(f"model {model!r} is not a folder; give a Hugging Face folder or a hub id")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model {model!r} is neither a folder here nor to be had from the hub: {error}") from None
+
+
+def load_decoder(folder: Path, *, dtype: str, device: str, max_model_len: int | None) -> Decoder:
+    arch = read_architecture(folder)
+    if dtype not in DTYPES:
+        raise ModelError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
+    length = arch.max_positions if max_model_len is None else max_model_len
+    decoder = Decoder(arch, dtype=DTYPES[dtype], device=torch.device(device), max_model_len=length)
+    missing = set(decoder.tensors)
+    for name, tensor in _stored_tensors(folder):
+        if name.endswith(_IGNORED) or (name == "lm_head.weight" and arch.tied):
+            continue
+        target = decoder.tensors.get(name)
+        if target is None:
+            raise ModelError(f"{folder}: tensor {name!r} is not part of this architecture")
+        if target.shape != tensor.shape:
+            raise ModelError(f"{folder}: {name!r} has shape {tuple(tensor.shape)}; expected {tuple(target.shape)}")
+        target.copy_(tensor)
+        missing.discard(name)
+    if missing:
+        raise ModelError(f"{folder}: {len(missing)} tensors are missing, among them {min(missing)!r}")
+    return decoder
+
+
+def eos_token_ids(folder: Path) -> tuple[int, ...]:
+    """From generation_config.json, without it from config.json. Nothing else in them changes sampling."""
+    for name in ("generation_config.json", "config.json"):
+        if (folder / name).is_file():
+            found = read_json(folder / name).get("eos_token_id")
+            if found is not None:
+                return tuple(found) if isinstance(found, list) else (found,)
+    return ()
+
+
+def _stored_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    for path in _shards(folder):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 (not a mapping)
+                    yield name, file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{path} is not readable as safetensors: {error}") from None
+
+
+def _shards(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
+    raise ModelError(f"{folder} holds no model.safetensors (nor model.safetensors.index.json)")

@@ -1,0 +1,67 @@
+"""The model and its KV pool: runs a step's batch and gives the logits that are wanted.
+
+Logits are made only for the rows somebody reads; of a prompt that is usually the last token alone.
+
+Suffixes: T tokens, R wanted rows, V vocabulary.
+"""
+
+import numpy as np
+import torch
+
+from inference.logprobs import token_logprobs
+from inference.model.attention import KVPool
+from inference.model.decoder import Decoder
+from inference.step_batch import StepBatch, dense_batch
+
+_LOGIT_ROWS = 256  # logits made at once when all positions are wanted: bounds memory, not results
+
+
+class Runner:
+    def __init__(self, decoder: Decoder, *, num_blocks: int, block_size: int) -> None:
+        self.decoder = decoder
+        self.block_size = block_size
+        self.pool = self._new_pool(num_blocks)
+
+    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        if copies:
+            self.pool.copy_blocks(copies)
+
+    @torch.inference_mode()
+    def run(self, batch: StepBatch) -> torch.Tensor:
+        """Hidden states of the step's tokens; their KV is in the pool."""
+        return self.decoder.forward(batch, self.pool)
+
+    @torch.inference_mode()
+    def logits(self, hidden_TM: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
+        """[R, V]"""
+        if len(rows) == len(hidden_TM):
+            return self.decoder.logits(hidden_TM)
+        return self.decoder.logits(hidden_TM[torch.from_numpy(rows).to(hidden_TM.device)])
+
+    @torch.inference_mode()
+    def given_logprobs(self, hidden_TM: torch.Tensor, token_ids_T: np.ndarray) -> np.ndarray:
+        """[T] float32: raw logprob of each given token, drawn after the hidden state in the same place."""
+        ids_T = torch.from_numpy(token_ids_T).to(hidden_TM.device)
+        parts = [
+            token_logprobs(self.decoder.logits(hidden), ids)
+            for hidden, ids in zip(hidden_TM.split(_LOGIT_ROWS), ids_T.split(_LOGIT_ROWS), strict=True)
+        ]
+        return torch.cat(parts).cpu().numpy()
+
+    @torch.inference_mode()
+    def score(self, sequences: list[np.ndarray]) -> list[np.ndarray]:
+        """Teacher-forced raw logprobs, [L - 1] each. Uses a pool of its own: running requests notice nothing."""
+        batch, num_blocks = dense_batch(sequences, block_size=self.block_size)
+        hidden_TM = self.decoder.forward(batch, self._new_pool(num_blocks))
+        logprobs_T = self.given_logprobs(hidden_TM, np.roll(batch.token_ids_T, -1))
+        ends = batch.chunk_ends_C.tolist()
+        return [logprobs_T[start : end - 1] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+
+    def _new_pool(self, num_blocks: int) -> KVPool:
+        return KVPool(
+            self.decoder.arch,
+            num_blocks,
+            block_size=self.block_size,
+            dtype=self.decoder.dtype,
+            device=self.decoder.device,
+        )

@@ -1,0 +1,169 @@
+"""From logits to tokens, every request by its own rules, all rows of a step together.
+
+The order is Hugging Face's: repetition, frequency and presence penalty, min_tokens mask, temperature, top_k, top_p,
+min_p, draw. Everything is float32. A rule that no row asks for costs nothing, a rule that few rows ask for is
+applied to those rows only.
+
+Suffixes: R rows (tokens to draw), S a subset of rows, V vocabulary.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from inference import noise
+from inference.logprobs import log_sum_exp, top_logprobs
+from inference.request import Sequence
+from olmorl.contract.generation import SamplingParams
+
+
+@dataclass(slots=True)
+class SamplingBatch:
+    """What the rows of one step ask for."""
+
+    temperatures_R: np.ndarray  # float32; 0 is greedy
+    top_k_R: np.ndarray  # int64; 0 is off
+    top_p_R: np.ndarray
+    min_p_R: np.ndarray
+    words_R2: np.ndarray  # int64, from noise.row_words
+    penalized: list[tuple[int, Sequence]] = field(default_factory=list)
+    """rows with a penalty"""
+    masked: list[tuple[int, list[int]]] = field(default_factory=list)
+    """rows that must not draw some ids yet (min_tokens)"""
+    num_top_R: list[tuple[int, int]] = field(default_factory=list)
+    """rows that want this many likeliest tokens"""
+
+
+@dataclass(slots=True)
+class Sampled:
+    token_ids_R: np.ndarray  # int64
+    logprobs_R: np.ndarray  # float32, of the distribution drawn from
+    raw_logprobs_R: np.ndarray  # float32, log-softmax of the untouched logits
+    broken_R: np.ndarray  # bool: logits that are not a distribution (NaN, +inf, nothing left to draw)
+    top: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
+
+
+class SamplingTable:
+    """The sampling parameters of every slot of the batch, so that a step only gathers them."""
+
+    def __init__(self, max_num_seqs: int) -> None:
+        self.temperatures = np.ones(max_num_seqs, np.float32)
+        self.top_k = np.zeros(max_num_seqs, np.int64)
+        self.top_p = np.ones(max_num_seqs, np.float32)
+        self.min_p = np.zeros(max_num_seqs, np.float32)
+        self.keys = np.zeros(max_num_seqs, np.uint64)
+        self.special = np.zeros(max_num_seqs, bool)
+        """slots whose request has a penalty, min_tokens or top logprobs"""
+
+    def set(self, sequence: Sequence) -> None:
+        params, row = sequence.request.params, sequence.row
+        self.temperatures[row] = 0.0 if params.greedy else params.temperature
+        self.top_k[row] = params.top_k
+        self.top_p[row] = params.top_p
+        self.min_p[row] = params.min_p
+        self.keys[row] = noise.sequence_key(sequence.request.noise_key, sequence.sample_index)
+        self.special[row] = _has_penalty(params) or params.min_tokens > 0 or params.logprobs > 0
+
+    def batch(self, sequences: list[Sequence]) -> SamplingBatch:
+        rows = np.array([s.row for s in sequences], np.int64)
+        positions = np.array([len(s.token_ids) - s.num_prompt for s in sequences], np.int64)
+        batch = SamplingBatch(
+            self.temperatures[rows],
+            self.top_k[rows],
+            self.top_p[rows],
+            self.min_p[rows],
+            noise.row_words(self.keys[rows], positions),
+        )
+        for index in np.flatnonzero(self.special[rows]).tolist():
+            sequence = sequences[index]
+            params = sequence.request.params
+            if _has_penalty(params):
+                batch.penalized.append((index, sequence))
+            if sequence.num_output < params.min_tokens and sequence.request.stop_ids:
+                batch.masked.append((index, sorted(sequence.request.stop_ids)))
+            if params.logprobs:
+                batch.num_top_R.append((index, params.logprobs))
+        return batch
+
+
+def _has_penalty(params: SamplingParams) -> bool:
+    return params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
+
+
+def sample(logits_RV: torch.Tensor, batch: SamplingBatch) -> Sampled:
+    """`logits_RV` is float32 and left as it is."""
+    raw_lse_R = log_sum_exp(logits_RV)
+    final_RV = process(logits_RV, batch)
+    scores_RV = final_RV
+    greedy_R = batch.temperatures_R == 0
+    if not greedy_R.all():
+        noise_RV = noise.gumbel(torch.from_numpy(batch.words_R2).to(logits_RV.device), logits_RV.shape[1])
+        if greedy_R.any():
+            noise_RV[torch.from_numpy(greedy_R).to(logits_RV.device)] = 0
+        scores_RV = final_RV + noise_RV
+    token_R1 = scores_RV.argmax(-1, keepdim=True)
+    raw_R = logits_RV.gather(1, token_R1)[:, 0] - raw_lse_R
+    if final_RV is logits_RV:
+        lse_R, logprobs_R = raw_lse_R, raw_R
+    else:
+        lse_R = log_sum_exp(final_RV)
+        logprobs_R = final_RV.gather(1, token_R1)[:, 0] - lse_R
+    return Sampled(
+        token_R1[:, 0].cpu().numpy(),
+        logprobs_R.cpu().numpy(),
+        raw_R.cpu().numpy(),
+        ~(torch.isfinite(raw_lse_R) & torch.isfinite(lse_R)).cpu().numpy(),
+        top_logprobs(final_RV, lse_R, batch.num_top_R),
+    )
+
+
+def process(logits_RV: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    """Logits of the distribution each row is drawn from; `logits_RV` itself when no row changes anything."""
+    scale_R = np.where(batch.temperatures_R == 0, np.float32(1), batch.temperatures_R)
+    truncated_R = ((batch.top_k_R > 0) | (batch.top_p_R < 1) | (batch.min_p_R > 0)) & (batch.temperatures_R > 0)
+    scaled, truncated = bool((scale_R != 1).any()), bool(truncated_R.any())
+    if not (scaled or truncated or batch.penalized or batch.masked):
+        return logits_RV
+    x_RV = logits_RV.clone()
+    for row, sequence in batch.penalized:
+        penalize(x_RV[row], sequence.token_ids, sequence.num_prompt, sequence.request.params)
+    for row, ids in batch.masked:
+        x_RV[row, ids] = -torch.inf
+    if scaled:
+        x_RV /= torch.from_numpy(scale_R).to(x_RV.device)[:, None]
+    if truncated:
+        rows_S = np.flatnonzero(truncated_R)
+        index_S = torch.from_numpy(rows_S).to(x_RV.device)
+        x_SV = x_RV[index_S]
+        limits = (torch.from_numpy(a[rows_S]).to(x_RV.device) for a in (batch.top_k_R, batch.top_p_R, batch.min_p_R))
+        x_RV[index_S] = x_SV.masked_fill_(~kept_tokens(x_SV, *limits), -torch.inf)
+    return x_RV
+
+
+def penalize(x_V: torch.Tensor, token_ids: list[int], num_prompt: int, params: SamplingParams) -> None:
+    """In place. Repetition counts prompt and output, once a distinct token; the other two count output alone."""
+    if params.repetition_penalty != 1:
+        seen = torch.from_numpy(np.unique(token_ids)).to(x_V.device)
+        seen_x = x_V[seen]
+        x_V[seen] = torch.where(seen_x < 0, seen_x * params.repetition_penalty, seen_x / params.repetition_penalty)
+    if len(token_ids) > num_prompt and (params.frequency_penalty or params.presence_penalty):
+        ids, counts = np.unique(token_ids[num_prompt:], return_counts=True)
+        penalty = params.frequency_penalty * counts + params.presence_penalty
+        x_V[torch.from_numpy(ids).to(x_V.device)] -= torch.from_numpy(penalty.astype(np.float32)).to(x_V.device)
+
+
+def kept_tokens(
+    x_SV: torch.Tensor, top_k_S: torch.Tensor, top_p_S: torch.Tensor, min_p_S: torch.Tensor
+) -> torch.Tensor:
+    """[S, V] bool. Ties are broken by the lower id, so top_k keeps exactly k; one token is always kept."""
+    vocab_size = x_SV.shape[1]
+    sorted_SV, order_SV = x_SV.sort(dim=-1, descending=True, stable=True)
+    limit_S1 = torch.where(top_k_S > 0, top_k_S, vocab_size)[:, None]
+    kept_SV = torch.arange(vocab_size, device=x_SV.device) < limit_S1
+    mass_SV = sorted_SV.masked_fill(~kept_SV, -torch.inf).softmax(-1)
+    before_SV = mass_SV.cumsum(-1).roll(1, -1)
+    before_SV[:, 0] = 0
+    kept_SV &= (before_SV < top_p_S[:, None]) | (top_p_S >= 1)[:, None]
+    kept_SV &= mass_SV >= min_p_S[:, None] * mass_SV[:, :1]
+    return torch.zeros_like(kept_SV).scatter_(1, order_SV, kept_SV)

@@ -1,0 +1,287 @@
+"""Which tokens of which sequences the next step computes.
+
+There are no prefill and decode phases: every running sequence asks for `num_tokens - num_computed` tokens out of one
+budget, then waiting requests do. When blocks run out, the newest sequence gives its own back and is recomputed later.
+The prompt of a request is computed once; its other samples begin from the shared blocks. No torch here.
+"""
+
+from bisect import insort
+from dataclasses import dataclass, field
+
+from inference.prefix_cache import PrefixCache
+from inference.request import Request, Sequence, SharedPrompt
+
+
+@dataclass(slots=True)
+class StepPlan:
+    chunks: list[tuple[Sequence, int]] = field(default_factory=list)
+    """how many tokens of which sequence to compute"""
+    starts: list[tuple[Sequence, SharedPrompt]] = field(default_factory=list)
+    """samples that draw their first token from a prompt somebody else computed"""
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    """blocks to copy before anything is written: (from, to)"""
+    grown: list[Sequence] = field(default_factory=list)
+    """sequences whose block table changed"""
+    outgrown: list[Sequence] = field(default_factory=list)
+    """sequences that need more than the whole pool; they can only be given up"""
+    num_tokens: int = 0
+    num_preempted: int = 0
+
+
+class Scheduler:
+    def __init__(
+        self, num_blocks: int, *, block_size: int, max_num_seqs: int, max_tokens_per_step: int, prefix_caching: bool
+    ) -> None:
+        self.block_size = block_size
+        self.max_num_seqs = max_num_seqs
+        self.max_tokens_per_step = max_tokens_per_step
+        self.prefix_caching = prefix_caching
+        self.cache = PrefixCache(num_blocks, block_size=block_size)
+        self.allocator = self.cache.allocator
+        self.running: list[Sequence] = []
+        """best first: the last one is given up first"""
+        self.waiting: list[Request] = []
+        """best first; a request stays here while one of its samples waits"""
+        self.num_admitted = 0
+        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    def add(self, request: Request) -> None:
+        insort(self.waiting, request, key=_request_rank)
+
+    def schedule(self) -> StepPlan:
+        plan = StepPlan()
+        self._continue_running(plan)
+        if not plan.num_preempted:
+            self._admit_waiting(plan)
+            if not self.running and self.waiting:  # nobody will give blocks back: prompts kept for later hold them
+                self._drop_shared_prompts()
+                self._admit_waiting(plan)
+                assert plan.chunks, "an idle engine must be able to admit the first request"
+        return plan
+
+    def finish(self, sequences: list[Sequence]) -> None:
+        """These are done, or given up: their rows and blocks are free again."""
+        for sequence in sequences:
+            request = sequence.request
+            if sequence.row >= 0:
+                self._free_rows.append(sequence.row)
+                sequence.row = -1
+                self._release_blocks(sequence)
+            else:
+                request.waiting.remove(sequence)
+            if request.leader is sequence:
+                request.leader = None
+            if not request.waiting:
+                self._drop_shared_prompt(request)
+        self.running = [sequence for sequence in self.running if sequence.row >= 0]
+        if any(not sequence.request.waiting for sequence in sequences):
+            self.waiting = [request for request in self.waiting if request.waiting]
+
+    def change_version(self, version: int, *, recompute: bool) -> None:
+        """New weights are in place: kept blocks are of mixed versions from here on, or all are computed again."""
+        self.cache.version = version
+        self._drop_shared_prompts()
+        if recompute:
+            while self.running:
+                self._preempt_newest()
+        for sequence in self.running:
+            sequence.publishable = False
+            sequence.kv_events.append((sequence.num_computed, version, "swap"))
+
+    def publish(self, sequence: Sequence) -> None:
+        """Call when tokens were computed."""
+        full = sequence.num_computed // self.block_size
+        if self.prefix_caching and sequence.publishable and full > len(sequence.block_hashes):
+            self.cache.publish(sequence)
+
+    # Running sequences
+
+    def _continue_running(self, plan: StepPlan) -> None:
+        size = self.block_size
+        budget = self.max_tokens_per_step
+        index = 0
+        while index < len(self.running) and budget:
+            sequence = self.running[index]
+            computed = sequence.num_computed
+            count = min(len(sequence.token_ids) - computed, budget)
+            fits = computed + count <= len(sequence.blocks) * size and computed >= sequence.num_shared * size
+            if fits or self._grow(sequence, computed + count, plan):
+                plan.chunks.append((sequence, count))
+                budget -= count
+                if sequence.request.leader is sequence:
+                    self._lead(sequence, computed + count)
+            index += 1
+        plan.num_tokens = self.max_tokens_per_step - budget
+
+    def _grow(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> bool:
+        """Blocks to write up to `num_tokens`, preempting others if needed. False: `sequence` itself had to go."""
+        blocks = sequence.blocks
+        first = sequence.num_computed // self.block_size
+        if first < sequence.num_shared:
+            if self.allocator.ref_counts[blocks[first]] > 1:
+                copy = self._allocate_for(sequence, plan)
+                if copy is None:
+                    return False
+                if self.allocator.ref_counts[blocks[first]] > 1:  # making room may have removed the other holders
+                    plan.copies.append((blocks[first], copy))
+                    self.allocator.release((blocks[first],))
+                    blocks[first] = copy
+                else:
+                    self.allocator.release((copy,))
+            sequence.num_shared = first
+        while len(blocks) * self.block_size < num_tokens:
+            block = self._allocate_for(sequence, plan)
+            if block is None:
+                return False
+            blocks.append(block)
+        plan.grown.append(sequence)
+        return True
+
+    def _allocate_for(self, sequence: Sequence, plan: StepPlan) -> int | None:
+        while (block := self.allocator.allocate()) is None:
+            if self._drop_shared_prompts():
+                continue
+            if self.running == [sequence]:
+                plan.outgrown.append(sequence)
+                return None
+            victim = self._preempt_newest()
+            plan.num_preempted += 1
+            if victim is sequence:
+                return None
+        return block
+
+    def _preempt_newest(self) -> Sequence:
+        sequence = self.running.pop()
+        request = sequence.request
+        self._free_rows.append(sequence.row)
+        sequence.row = -1
+        self._release_blocks(sequence)
+        if request.leader is sequence:
+            request.leader = None
+        if not request.waiting:
+            insort(self.waiting, request, key=_request_rank)
+        request.waiting.appendleft(sequence)
+        return sequence
+
+    # Waiting requests
+
+    def _admit_waiting(self, plan: StepPlan) -> None:
+        index = 0
+        while index < len(self.waiting) and self._free_rows:
+            request = self.waiting[index]
+            while request.waiting and self._free_rows and request.leader is None:
+                sequence = request.waiting[0]
+                if request.shared_prompt is not None and sequence.num_output == 0:
+                    admitted = self._start(sequence, request.shared_prompt, plan)
+                else:
+                    admitted = self._admit(sequence, plan)
+                if not admitted:
+                    return
+            if request.waiting:
+                index += 1  # its leader is still computing the prompt; those behind need not wait for that
+            else:
+                self._drop_shared_prompt(request)
+                del self.waiting[index]
+
+    def _start(self, sequence: Sequence, prompt: SharedPrompt, plan: StepPlan) -> bool:
+        if not self._has_room(1):
+            return False
+        self.allocator.acquire(prompt.blocks)
+        sequence.blocks = list(prompt.blocks)
+        sequence.num_shared = len(prompt.blocks)
+        sequence.num_computed = sequence.num_prompt
+        sequence.publishable = prompt.publishable
+        sequence.kv_events = list(prompt.kv_events)
+        self._enter(sequence)
+        plan.starts.append((sequence, prompt))
+        plan.grown.append(sequence)
+        return True
+
+    def _admit(self, sequence: Sequence, plan: StepPlan) -> bool:
+        request = sequence.request
+        budget = self.max_tokens_per_step - plan.num_tokens
+        if budget == 0:
+            return False
+        blocks: list[int] = []
+        hashes: list[bytes] = []
+        fresh = sequence.num_output == 0
+        if self.prefix_caching and not (fresh and request.params.prompt_logprobs):
+            blocks, hashes = self.cache.lookup(sequence.token_ids)
+            self.allocator.acquire(blocks)
+        if not self._has_room(-(-sequence.num_tokens // self.block_size) - len(blocks)):
+            self.allocator.release(reversed(blocks))
+            return False
+        sequence.blocks, sequence.block_hashes = blocks, hashes
+        sequence.num_shared = len(blocks)
+        sequence.num_computed = len(blocks) * self.block_size
+        sequence.publishable = True
+        event = (0, self.cache.version, "prefill") if fresh else (sequence.num_tokens, self.cache.version, "recompute")
+        sequence.kv_events.append(event)  # type: ignore[arg-type]
+        self._enter(sequence)
+        count = min(sequence.num_tokens - sequence.num_computed, budget)
+        grown = self._grow(sequence, sequence.num_computed + count, plan)
+        assert grown, "room was checked"
+        plan.chunks.append((sequence, count))
+        plan.num_tokens += count
+        if fresh:
+            request.leader = sequence
+            self._lead(sequence, sequence.num_computed + count)
+        return True
+
+    def _lead(self, sequence: Sequence, num_computed: int) -> None:
+        """`sequence` is its request's leader; once the whole prompt is scheduled, the other samples may start."""
+        if num_computed < sequence.num_prompt:
+            return
+        request = sequence.request
+        request.leader = None
+        if request.waiting:
+            count = -(-sequence.num_prompt // self.block_size)
+            blocks = sequence.blocks[:count]
+            self.allocator.acquire(blocks)
+            sequence.num_shared = count
+            request.shared_prompt = SharedPrompt(sequence, blocks, list(sequence.kv_events), sequence.publishable)
+
+    def _enter(self, sequence: Sequence) -> None:
+        sequence.request.waiting.popleft()
+        sequence.row = self._free_rows.pop()
+        self.num_admitted += 1
+        sequence.order = self.num_admitted
+        insort(self.running, sequence, key=_running_rank)
+
+    def _has_room(self, num_blocks: int) -> bool:
+        """Room by live blocks, not by the longest possible output: each running sequence keeps one to grow into."""
+        return self.allocator.num_free - num_blocks >= len(self.running)
+
+    # Blocks
+
+    def _release_blocks(self, sequence: Sequence) -> None:
+        self.allocator.release(reversed(sequence.blocks))
+        sequence.blocks = []
+        sequence.block_hashes = []
+        sequence.num_shared = 0
+        sequence.num_computed = 0
+
+    def _drop_shared_prompt(self, request: Request) -> bool:
+        prompt = request.shared_prompt
+        if prompt is None:
+            return False
+        self.allocator.release(reversed(prompt.blocks))
+        request.shared_prompt = None
+        return True
+
+    def _drop_shared_prompts(self) -> bool:
+        """Prompts kept for samples that have not begun; whoever comes first will compute it again."""
+        dropped = [request for request in self.waiting if self._drop_shared_prompt(request)]
+        return bool(dropped)
+
+
+def _request_rank(request: Request) -> tuple[int, int]:
+    return (request.priority, request.arrival)
+
+
+def _running_rank(sequence: Sequence) -> tuple[int, int]:
+    return (sequence.request.priority, sequence.order)

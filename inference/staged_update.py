@@ -1,0 +1,68 @@
+"""A weight update that is complete and checked but not yet served.
+
+An update is refused as a whole before it can touch a weight: names, shapes and finiteness are judged here; what is
+left for the moment between two engine steps is a copy in place.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from olmorl.contract.errors import WeightUpdateError
+from olmorl.contract.weights import TensorSpec, combine_checksums, tensor_checksum
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+@dataclass(slots=True)
+class StagedUpdate:
+    tensors: dict[str, torch.Tensor]
+    checksums: dict[str, int] = field(default_factory=dict)
+
+
+def stage_tensors(
+    named: Iterable[tuple[str, torch.Tensor]], specs: tuple[TensorSpec, ...], *, device: torch.device
+) -> StagedUpdate:
+    """Copy and cast everything an update brings. Raises WeightUpdateError naming what is wrong."""
+    wanted = {spec.name: spec for spec in specs}
+    staged: dict[str, torch.Tensor] = {}
+    head: torch.Tensor | None = None
+    for name, tensor in named:
+        if name == HEAD and HEAD not in wanted:
+            head = tensor
+            continue
+        if name not in wanted:
+            raise WeightUpdateError(f"tensor {name!r} is not part of the model; nothing was changed")
+        if name in staged:
+            raise WeightUpdateError(f"tensor {name!r} is given twice; nothing was changed")
+        staged[name] = check_tensor(tensor.detach(), wanted[name], device=device, copy=True)
+    missing = wanted.keys() - staged.keys()
+    if missing:
+        raise WeightUpdateError(f"{len(missing)} tensors are missing, among them {min(missing)!r}; nothing was changed")
+    if head is not None:
+        embedding = staged[EMBEDDING]
+        if head.shape != embedding.shape or not torch.equal(head.to(embedding), embedding):
+            raise WeightUpdateError(f"the head is tied: {HEAD!r} must equal {EMBEDDING!r}; nothing was changed")
+    return StagedUpdate(staged)
+
+
+def check_tensor(tensor: torch.Tensor, spec: TensorSpec, *, device: torch.device, copy: bool) -> torch.Tensor:
+    """`tensor` in the model's dtype, on its device, of the right shape and finite."""
+    if tuple(tensor.shape) != spec.shape:
+        raise WeightUpdateError(
+            f"tensor {spec.name!r} has shape {tuple(tensor.shape)}; expected {spec.shape}; nothing was changed"
+        )
+    cast = tensor.to(device=device, dtype=getattr(torch, spec.dtype), copy=copy)
+    if not bool(torch.isfinite(cast).all()):
+        raise WeightUpdateError(f"tensor {spec.name!r} holds values that are not finite; nothing was changed")
+    return cast
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """CRC-32 of a tensor's bytes."""
+    return tensor_checksum(tensor.detach().contiguous().view(torch.uint8).reshape(-1).cpu().numpy())
+
+
+def model_checksum(tensors: dict[str, torch.Tensor], specs: tuple[TensorSpec, ...]) -> str:
+    return combine_checksums({spec.name: checksum(tensors[spec.name]) for spec in specs}, specs)

@@ -1,0 +1,85 @@
+"""What the engine counts, each step in O(1): totals that only grow, and the two physical costs of a step.
+
+Bytes and FLOPs follow docs/numerics.md: weights are read once a step, keys and values once for each query token.
+"""
+
+import time
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from inference.model.architecture import Architecture
+from inference.step_batch import StepBatch
+
+
+@dataclass(slots=True)
+class EngineStats:
+    output_tokens: int = 0
+    prefill_tokens_computed: int = 0
+    prefill_tokens_shared: int = 0
+    """prompt tokens that were not computed: a group mate or the prefix cache had them"""
+    recomputed_tokens: int = 0
+    """tokens computed again after a preemption or an update"""
+    steps: int = 0
+    prefill_steps: int = 0
+    """steps that computed any prompt token"""
+    busy_seconds: float = 0.0
+    slot_steps: int = 0
+    slot_steps_used: int = 0
+    live_batch_sum: int = 0
+    """running sequences, summed over steps"""
+    preemptions: int = 0
+    flops: float = 0.0
+    bytes: float = 0.0
+    updates: int = 0
+    stall_seconds: float = 0.0
+    """time in which weight updates held the engine up"""
+    finished: int = 0
+    errors: int = 0
+
+
+class CostModel:
+    """FLOPs and bytes of a step, from what it really computed."""
+
+    def __init__(self, arch: Architecture, *, num_parameters: int, element_size: int) -> None:
+        embedding = 0 if arch.tied else arch.vocab_size * arch.hidden_size
+        self.active_parameters = num_parameters - embedding
+        self.row_bytes = arch.hidden_size * element_size
+        self.weight_bytes = self.active_parameters * element_size
+        self.kv_bytes_per_layer = 2 * arch.num_kv_heads * arch.head_dim * element_size
+        self.flops_per_pair = 4 * arch.num_heads * arch.head_dim
+        windows = [layer.window for layer in arch.layers]
+        self.layers_of_window = {window: windows.count(window) for window in set(windows)}
+        self.num_layers = len(windows)
+
+    def step(self, batch: StepBatch) -> tuple[float, float]:
+        """(FLOPs, bytes)"""
+        tokens = len(batch.token_ids_T)
+        context_T = batch.positions_T + 1
+        pairs = reads = 0
+        for window, layers in self.layers_of_window.items():
+            seen_T = context_T if window is None else np.minimum(context_T, window)
+            pairs += layers * int(seen_T.sum())
+            reads += layers * int(seen_T[batch.chunk_ends_C - 1].sum())  # one pass over the context a chunk
+        flops = 2.0 * self.active_parameters * tokens + float(self.flops_per_pair) * pairs
+        kv = float(self.kv_bytes_per_layer) * (reads + tokens * self.num_layers)
+        return flops, self.weight_bytes + tokens * self.row_bytes + kv
+
+
+class StatsClock:
+    """Engine totals together with what is derived from them or read off the engine at the moment."""
+
+    def __init__(self) -> None:
+        self.totals = EngineStats()
+        self._started = time.perf_counter()
+
+    def snapshot(self, **gauges: float) -> dict[str, float]:
+        totals = {name: float(value) for name, value in asdict(self.totals).items()}
+        steps = max(self.totals.steps, 1)
+        return {
+            **totals,
+            "wall_seconds": time.perf_counter() - self._started,
+            "mean_live_batch": self.totals.live_batch_sum / steps,
+            "slot_waste": 1 - self.totals.slot_steps_used / max(self.totals.slot_steps, 1),
+            **gauges,
+        }

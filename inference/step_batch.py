@@ -1,0 +1,91 @@
+"""One step as flat arrays: the tokens to compute, where their KV goes, which logits are wanted.
+
+Token arrays hold the chunks of all sequences one behind the other, no padding. A slot is a place in the KV pool
+(block * block_size + offset).
+
+Suffixes: T tokens, C chunks, R rows of the block table, W its width.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from inference.request import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    token_ids_T: np.ndarray  # int64
+    positions_T: np.ndarray  # int64
+    rows_T: np.ndarray  # int64, row of `block_table_RW` each token belongs to
+    slots_T: np.ndarray  # int64, where its key and value are written
+    chunk_ends_C: np.ndarray  # int64, cumulative; the last token of chunk c is chunk_ends_C[c] - 1
+    block_table_RW: np.ndarray  # int32
+
+
+class BlockTable:
+    """The block tables of all running sequences as one matrix, rewritten only where they changed."""
+
+    def __init__(self, max_num_seqs: int, *, block_size: int) -> None:
+        self.block_size = block_size
+        self.table_RW = np.zeros((max_num_seqs, 16), np.int32)
+
+    def update(self, grown: list[Sequence]) -> None:
+        for sequence in grown:
+            if sequence.row < 0:  # preempted after it grew
+                continue
+            count = len(sequence.blocks)
+            width = self.table_RW.shape[1]
+            if count > width:
+                self.table_RW = np.pad(self.table_RW, ((0, 0), (0, max(count, 2 * width) - width)))
+            self.table_RW[sequence.row, :count] = sequence.blocks
+
+    def batch(self, chunks: list[tuple[Sequence, int]]) -> StepBatch:
+        tokens: list[int] = []
+        positions: list[int] = []
+        rows: list[int] = []
+        ends: list[int] = []
+        for sequence, count in chunks:
+            start = sequence.num_computed
+            if count == 1:
+                tokens.append(sequence.token_ids[start])
+                positions.append(start)
+                rows.append(sequence.row)
+            else:
+                tokens += sequence.token_ids[start : start + count]
+                positions += range(start, start + count)
+                rows += [sequence.row] * count
+            ends.append(len(tokens))
+        return make_batch(tokens, positions, rows, ends, self.table_RW, block_size=self.block_size)
+
+
+def make_batch(
+    tokens: list[int],
+    positions: list[int],
+    rows: list[int],
+    ends: list[int],
+    table_RW: np.ndarray,
+    *,
+    block_size: int,
+) -> StepBatch:
+    positions_T = np.array(positions, np.int64)
+    rows_T = np.array(rows, np.int64)
+    blocks_T = table_RW[rows_T, positions_T // block_size].astype(np.int64)
+    slots_T = blocks_T * block_size + positions_T % block_size
+    return StepBatch(np.array(tokens, np.int64), positions_T, rows_T, slots_T, np.array(ends, np.int64), table_RW)
+
+
+def dense_batch(sequences: list[np.ndarray], *, block_size: int) -> tuple[StepBatch, int]:
+    """Whole sequences in blocks of their own, numbered from 0, and how many blocks that takes."""
+    lengths = [len(sequence) for sequence in sequences]
+    counts = [-(-length // block_size) for length in lengths]
+    table_RW = np.zeros((len(sequences), max(counts)), np.int32)
+    first = 0
+    for row, count in enumerate(counts):
+        table_RW[row, :count] = np.arange(first, first + count)
+        first += count
+    tokens = np.concatenate(sequences).tolist()
+    positions = [position for length in lengths for position in range(length)]
+    rows = [row for row, length in enumerate(lengths) for _ in range(length)]
+    ends = np.cumsum(lengths).tolist()
+    return make_batch(tokens, positions, rows, ends, table_RW, block_size=block_size), first

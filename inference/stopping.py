@@ -1,0 +1,67 @@
+"""When a sample ends: EOS, stop ids, stop strings, length, in this order, after each token.
+
+What completes on the last allowed token is "stop". min_tokens needs no check for ids, which the sampler masks.
+"""
+
+from inference.request import Sequence
+from inference.tokenizer import Tokenizer
+from olmorl.contract.generation import FinishReason
+
+
+def finish_reason(sequence: Sequence) -> FinishReason | None:
+    """Judge the token that was appended last."""
+    request = sequence.request
+    if sequence.token_ids[-1] in request.stop_ids:
+        return "stop"
+    if sequence.stop_matcher is not None:
+        text = sequence.stop_matcher.push(sequence.output_ids, search=sequence.num_output >= request.params.min_tokens)
+        if text is not None:
+            sequence.stop_text = text
+            return "stop"
+    if len(sequence.token_ids) >= request.max_tokens:
+        return "length"
+    return None
+
+
+def output_text(sequence: Sequence, tokenizer: Tokenizer) -> str:
+    """The text of a sample: without its EOS or stop id, and ending before a stop string."""
+    if sequence.stop_text is not None:
+        return sequence.stop_text
+    ids = sequence.output_ids
+    if ids and ids[-1] in sequence.request.stop_ids:
+        ids = ids[:-1]
+    return tokenizer.decode(ids)
+
+
+class StopMatcher:
+    """Follows the text of one sample token by token and finds the stop string that completes first.
+
+    Only the tail is decoded again: `_read` ids are already in `text`, and `_context` of those are decoded once more
+    with the new ones, because the text of an id depends on its left neighbours. Half a character is waited for.
+    """
+
+    def __init__(self, stop: tuple[str, ...], tokenizer: Tokenizer) -> None:
+        self.stop = stop
+        self.tokenizer = tokenizer
+        self.text = ""
+        self._context = 0
+        self._read = 0
+
+    def push(self, output_ids: list[int], *, search: bool) -> str | None:
+        """The text before the match, once there is one that completes in text not seen before."""
+        known = self.tokenizer.decode(output_ids[self._context : self._read])
+        fresh = self.tokenizer.decode(output_ids[self._context :])
+        if len(fresh) <= len(known) or fresh.endswith("\N{REPLACEMENT CHARACTER}"):
+            return None
+        seen = len(self.text)
+        self.text += fresh[len(known) :]
+        self._context, self._read = self._read, len(output_ids)
+        return self._match(seen) if search else None
+
+    def _match(self, seen: int) -> str | None:
+        ends = []
+        for stop in self.stop:
+            start = self.text.find(stop, max(0, seen - len(stop) + 1))
+            if start >= 0:
+                ends.append((start + len(stop), start))
+        return self.text[: min(ends)[1]] if ends else None

@@ -1,0 +1,133 @@
+"""The receiving end of a weight broadcast: buckets arrive into staging while the engine decodes on.
+
+The caller's thread blocks in `receive`; gloo, CRC-32 and the finiteness check all release the GIL. Nothing here
+touches a weight that serves. A group that broke or missed its deadline is left at once: one late member would hold
+every later collective up, so the driver forms a new group under a new epoch.
+"""
+
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from inference.staged_update import StagedUpdate, check_tensor, checksum
+from olmorl.contract.errors import ConfigError, SyncError, WeightUpdateError
+from olmorl.contract.weights import Bucket, Manifest, SyncGroup, TensorSpec, plan_buckets
+
+
+@dataclass(frozen=True, slots=True)
+class ReceivedUpdate:
+    version: int
+    update: StagedUpdate
+    seconds: float
+
+
+class WeightReceiver:
+    def __init__(self, specs: tuple[TensorSpec, ...], *, device: torch.device) -> None:
+        self.specs = specs
+        self.device = device
+        self._manifest: Manifest | None = None
+        self._group: Any = None
+        self._membership: SyncGroup | None = None
+        self._received: ReceivedUpdate | None = None
+
+    def plan(self, bucket_bytes: int) -> Manifest:
+        """Both sides cut the same tensors by the same rule, so only the bound need be agreed on."""
+        self._manifest = plan_buckets(self.specs, bucket_bytes=bucket_bytes)
+        return self._manifest
+
+    def join(self, membership: SyncGroup) -> None:
+        """Blocks until all members of the group are there, or the deadline passes."""
+        self.leave()
+        self.discard()
+        timeout = timedelta(seconds=membership.timeout_seconds)
+        try:
+            store = dist.TCPStore(membership.host, membership.port, is_master=False, timeout=timeout)
+            prefixed = dist.PrefixStore(f"sync/{membership.epoch}", store)
+            self._group = _process_group(membership, prefixed, timeout)
+        except RuntimeError as error:
+            raise SyncError(f"{_who(membership)} could not join: {error}") from None
+        self._membership = membership
+
+    def leave(self) -> None:
+        self._group = self._membership = None
+
+    def receive(self, version: int) -> None:
+        """Blocks until every bucket is staged and summed. SyncError: nothing is staged and the group is left."""
+        if self._group is None or self._membership is None:
+            raise SyncError("this worker is in no sync group; join_sync_group comes first")
+        if self._manifest is None:
+            raise SyncError("no buckets are planned; plan_updates comes first")
+        self.discard()
+        started = time.monotonic()
+        deadline = started + self._membership.timeout_seconds
+        update = StagedUpdate({})
+        refusal: WeightUpdateError | None = None
+        for bucket in self._manifest.buckets:
+            buffer = self._receive_bucket(bucket, version, deadline)
+            try:
+                self._stage(bucket, buffer, update)
+            except WeightUpdateError as error:  # later buckets must still be taken, or the sender would wait for us
+                refusal = refusal or error
+        if refusal is not None:
+            raise refusal
+        self._received = ReceivedUpdate(version, update, time.monotonic() - started)
+
+    def take(self, version: int, checksums: dict[str, int]) -> ReceivedUpdate:
+        """The staged update, if it is this version and what was sent. Staging is empty afterwards in any case."""
+        received, self._received = self._received, None
+        if received is None or received.version != version:
+            have = "nothing" if received is None else f"version {received.version}"
+            raise WeightUpdateError(f"version {version} is to be committed, but {have} is staged; nothing was changed")
+        ours = received.update.checksums
+        wrong = [name for name in ours if ours[name] != checksums.get(name)]
+        if wrong or len(ours) != len(checksums):
+            raise WeightUpdateError(
+                f"checksums of {len(wrong)} of {len(ours)} tensors differ from the sender's, "
+                f"first {(wrong or sorted(checksums.keys() - ours.keys()))[0]!r}; nothing was changed"
+            )
+        return received
+
+    def discard(self) -> None:
+        self._received = None
+
+    def _receive_bucket(self, bucket: Bucket, version: int, deadline: float) -> torch.Tensor:
+        buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self.device)
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.timeout = timedelta(seconds=max(deadline - time.monotonic(), 0.001))
+        try:
+            self._group.broadcast([buffer], options).wait()
+        except RuntimeError as error:
+            assert self._membership is not None
+            who = _who(self._membership)
+            self.leave()
+            raise SyncError(
+                f"{who} waited for bucket {bucket.index + 1} of version {version} from rank 0: {error}"
+            ) from None
+        return buffer
+
+    def _stage(self, bucket: Bucket, buffer: torch.Tensor, update: StagedUpdate) -> None:
+        for spec, offset in zip(bucket.tensors, bucket.offsets, strict=True):
+            flat = buffer[offset : offset + spec.num_bytes].view(getattr(torch, spec.dtype))
+            tensor = check_tensor(flat.view(spec.shape), spec, device=self.device, copy=False)
+            update.tensors[spec.name] = tensor
+            update.checksums[spec.name] = checksum(tensor)
+
+
+def _process_group(membership: SyncGroup, store: Any, timeout: timedelta) -> Any:
+    rank, size = membership.rank, membership.size
+    if membership.transport == "gloo":
+        return dist.ProcessGroupGloo(store, rank, size, timeout)
+    if membership.transport == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+    raise ConfigError(f"transport is {membership.transport!r}; it must be 'gloo' or 'nccl'")
+
+
+def _who(membership: SyncGroup) -> str:
+    return f"rank {membership.rank} of {membership.size} (sync epoch {membership.epoch})"
