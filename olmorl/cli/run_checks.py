@@ -8,7 +8,10 @@ from pathlib import Path
 from olmorl.cli.finding import Finding
 from olmorl.config.load import load_config
 from olmorl.config.schema import Config
-from olmorl.contract.errors import ConfigError, PlacementError
+from olmorl.contract.errors import ConfigError, DataError, PlacementError
+from olmorl.controller.placement import count_gpus, plan_placement
+from olmorl.data.dialect import read_example
+from olmorl.data.rows import read_rows
 
 
 def check_run(config_path: Path) -> Iterator[Finding]:
@@ -43,35 +46,16 @@ def check_model(path: str) -> Finding:
 
 
 def check_data(path: Path) -> Finding:
-    """Readable, and not empty; the run itself looks at every row."""
+    """Its first row is read as the run will read it; the run itself looks at every row."""
     try:
-        columns = _parquet_columns(path) if path.suffix == ".parquet" else _jsonl_columns(path)
-    except (OSError, ValueError) as error:
-        return Finding("fail", f"data {path} cannot be read: {error}", "correct the path, or write the file anew")
-    if not columns:
-        return Finding("fail", f"data {path} holds no row", "it needs at least one prompt")
-    return Finding("ok", f"data {path} (columns: {', '.join(columns)})")
-
-
-def _jsonl_columns(path: Path) -> list[str]:
-    with path.open(encoding="utf-8") as lines:
-        first = next((line for line in lines if line.strip()), "{}")
-    row = json.loads(first)
-    if not isinstance(row, dict):
-        raise ValueError(f"its first line is no JSON object but {first.strip()[:60]!r}")
-    return list(row)
-
-
-def _parquet_columns(path: Path) -> list[str]:
-    import pyarrow.parquet as pq
-
-    file = pq.ParquetFile(path)
-    return file.schema_arrow.names if file.metadata.num_rows else []
+        place, row = next(iter(read_rows(path)))
+        example = read_example(row, place=place, file=path)
+    except DataError as error:
+        return Finding("fail", f"data: {error}", "correct the path or the file")
+    return Finding("ok", f"data {path} (source {example.data_source}, columns {', '.join(row)})")
 
 
 def _placement(config: Config) -> Finding:
-    from olmorl.controller.placement import count_gpus, plan_placement
-
     placement = plan_placement(config)
     if config.cluster.address is not None:
         return Finding("ok", f"placement: {placement.describe()} (on the cluster at {config.cluster.address})")

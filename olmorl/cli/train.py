@@ -21,11 +21,8 @@ def train(config_path: Path, overrides: Sequence[str], *, resume: bool) -> None:
     config = load_config(config_path, overrides)
     from olmorl.controller.run import Run  # brings Ray
 
-    run = Run(config, resume=resume)
-    try:
+    with Run(config, resume=resume) as run:
         summary = run.train()
-    finally:
-        run.close()
     print(format_summary(summary))
 
 

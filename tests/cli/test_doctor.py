@@ -43,7 +43,7 @@ def test_this_machine_is_fit(tmp_path: Path, model: Path, capsys: pytest.Capture
     data.write_text('{"prompt": "1+1=", "answer": "2"}\n')
     assert doctor.examine(write_config(tmp_path, model, data)) == 0, capsys.readouterr().out
     out = capsys.readouterr().out
-    assert "gloo: a process group of one works" in out and "(columns: prompt, answer)" in out
+    assert "gloo: a process group of one works" in out and "columns prompt, answer" in out
     assert out.splitlines()[-1].endswith("0 fail")
 
 
@@ -129,7 +129,12 @@ def test_models(model: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "says"),
-    [(None, "cannot be read"), ("", "holds no row"), ("not json\n", "cannot be read"), ("[1]\n", "no JSON object")],
+    [
+        (None, "no such data file"),
+        ("", "holds no rows"),
+        ("not json\n", "data.jsonl:1: broken JSON"),
+        ('{"text": "hello"}\n', "no known dialect"),
+    ],
 )
 def test_bad_data(tmp_path: Path, text: str | None, says: str) -> None:
     path = tmp_path / "data.jsonl"
@@ -142,7 +147,7 @@ def test_bad_data(tmp_path: Path, text: str | None, says: str) -> None:
 def test_parquet_data(tmp_path: Path) -> None:
     path = tmp_path / "data.parquet"
     pq.write_table(pa.table({"prompt": ["a"], "answer": ["b"]}), path)
-    assert run_checks.check_data(path).what.endswith("(columns: prompt, answer)")
+    assert run_checks.check_data(path).what.endswith("columns prompt, answer)")
     path.write_text("no parquet")
     assert run_checks.check_data(path).status == "fail"
 
