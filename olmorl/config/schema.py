@@ -13,15 +13,17 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 class Section(BaseModel):
-    """Frozen, and refuses what it does not know."""
+    """Frozen, and refuses what it does not know. Strict: "16" or true is no number; paths and lists are converted."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True, validate_default=True
+    )
 
 
 class RunSection(Section):
     name: str = "run"
     """the run directory is <output_dir>/<name>"""
-    output_dir: Path = Path("outputs")
+    output_dir: Path = Field(Path("outputs"), strict=False)
     seed: int = 0
     steps: int = Field(100, ge=1)
     """optimizer steps in all"""
@@ -39,7 +41,7 @@ class ModelSection(Section):
 
 
 class DataSection(Section):
-    train: tuple[str, ...] = Field(min_length=1)
+    train: tuple[str, ...] = Field(min_length=1, strict=False)
     """jsonl or parquet files; a single string is one file"""
     apply_chat_template: bool | Literal["auto"] = "auto"
     """auto: when the prompts are chat messages, or the tokenizer has a chat template"""
@@ -95,7 +97,7 @@ class SamplingSection(Section):
     top_p: float = Field(1.0, gt=0, le=1)
     min_p: float = Field(0.0, ge=0, le=1)
     repetition_penalty: float = Field(1.0, gt=0)
-    stop: tuple[str, ...] = ()
+    stop: tuple[str, ...] = Field((), strict=False)
 
 
 class InferenceSection(Section):
@@ -116,6 +118,8 @@ class LearnerSection(Section):
     """ranks; the model is sharded over them"""
     device: Device = "auto"
     tokens_per_micro_batch: int = Field(8192, ge=1)
+    step_timeout_seconds: float = Field(3600.0, gt=0)
+    """how long a training step, a save or an export may take before a learner counts as lost"""
     activation_checkpointing: bool = False
     logprob_chunk_tokens: int = Field(1024, ge=1)
     threads: int | None = Field(None, ge=1)
@@ -136,7 +140,7 @@ class OptimSection(Section):
     lr: float = Field(1e-6, ge=0)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = Field(0, ge=0)
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[float, float] = Field((0.9, 0.999), strict=False)
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.0, ge=0)
     max_grad_norm: float = Field(1.0, gt=0)

@@ -33,6 +33,12 @@ class RolloutBuffer:
     def has_free_slot(self) -> bool:
         return len(self._groups) < self.num_slots
 
+    def has_waiting(self) -> bool:
+        return bool(self._waiting)
+
+    def has_enough_finished(self) -> bool:
+        return sum(g.state is State.FINISHED for g in self._groups.values()) >= self.groups_per_batch
+
     def admit(self, prompt: Occurrence, *, version: int, seed: int, now: float) -> Group:
         assert self.has_free_slot(), "admit() without a free slot"
         group = Group(prompt=prompt, order=self._next_order, admitted_version=version, seed=seed, t_admitted=now)

@@ -15,6 +15,7 @@ class Fate(StrEnum):
     TRAINED = "trained"
     ZERO_VARIANCE = "zero_variance"
     TRUNCATED = "truncated"
+    ABORTED = "aborted"
     ERROR = "error"
 
 
@@ -61,10 +62,7 @@ class Group:
     seed: int
     t_admitted: float
     state: State = State.WAITING
-    lease: int = 0
     samples: list[ScoredSample] = field(default_factory=list)
+    tokens_received: int = 0
+    """also of samples not scored yet"""
     trained_version: int | None = None
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(len(s.sample.token_ids) for s in self.samples)

@@ -1,0 +1,189 @@
+"""Ray, and nothing else of the run: start it, place worker processes on it, call them with a deadline, stop it.
+
+Every worker is the same actor, `WorkerProcess`, which builds one inference or learner worker inside itself. Whatever
+goes wrong in there leaves as one of `olmorl.contract.errors`, so that the driver never unpickles a torch exception.
+"""
+
+import asyncio
+import contextlib
+import faulthandler
+import importlib
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from olmorl.contract.errors import OlmoRLError, PlacementError, WorkerError
+from olmorl.controller.placement import Placement
+
+log = logging.getLogger(__name__)
+
+THREADS_PER_WORKER = 16  # calls one worker answers at once; most of them wait
+
+
+class WorkerProcess:
+    """Runs inside a Ray actor; `target` is "module:Class" of the worker it holds."""
+
+    def __init__(self, log_path: str) -> None:
+        _redirect_output(Path(log_path))
+        self._worker: Any = None
+
+    def start(self, target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        module, _, name = target.partition(":")
+        with _only_our_errors():
+            self._worker = getattr(importlib.import_module(module), name)(*args, **kwargs)
+
+    def call(self, method: str, args: tuple[Any, ...]) -> Any:
+        with _only_our_errors():
+            return getattr(self._worker, method)(*args)
+
+
+@contextlib.contextmanager
+def _only_our_errors() -> Iterator[None]:
+    try:
+        yield
+    except OlmoRLError as error:
+        raise type(error)(str(error)) from None
+    except Exception as error:
+        traceback.print_exc()
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{Path(frame.filename).name}:{frame.lineno}"
+        raise WorkerError(f"{type(error).__name__}: {error} ({where})") from None
+
+
+def _redirect_output(path: Path) -> None:
+    """Send what this process prints to its own log file, where the run directory can be reached from this node."""
+    if not path.parent.is_dir():
+        return
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(file, sys.stdout.fileno())
+    os.dup2(file, sys.stderr.fileno())
+    os.close(file)
+    faulthandler.enable()
+
+
+class Remote:
+    """The driver's handle on one worker process."""
+
+    def __init__(self, name: str, actor: Any) -> None:
+        self.name = name
+        self._actor = actor
+
+    async def start(self, target: str, *args: Any, timeout: float, **kwargs: Any) -> None:
+        await self._get(self._actor.start.remote(target, args, kwargs), "start", timeout)
+
+    async def call(self, method: str, *args: Any, timeout: float) -> Any:
+        """Raises what the worker raised, or WorkerError if it died or did not answer within `timeout` seconds."""
+        return await self._get(self._actor.call.remote(method, args), method, timeout)
+
+    async def _get(self, ref: Any, method: str, timeout: float) -> Any:
+        from ray.exceptions import RayActorError, RayTaskError
+
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(ref.future()), timeout)
+        except TimeoutError:
+            raise WorkerError(f"{self.name} did not answer {method}() within {timeout:g} s") from None
+        except RayTaskError as error:
+            raise error.cause from None
+        except RayActorError as error:
+            reason = str(error).strip().splitlines()[0]
+            raise WorkerError(f"{self.name} died during {method}(): {reason}") from None
+
+
+class Cluster:
+    """A Ray cluster that holds the workers of one run. Use as a context manager: leaving it stops them."""
+
+    def __init__(self, placement: Placement, *, address: str | None, log_dir: Path, start_timeout: float) -> None:
+        self._placement = placement
+        self._address = address
+        self._log_dir = log_dir
+        self._start_timeout = start_timeout
+        self._actors: list[Any] = []
+        self._group: Any = None
+
+    def __enter__(self) -> "Cluster":
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        import ray
+
+        here = os.getcwd()
+        self._log_dir.mkdir(parents=True, exist_ok=True)
+        # Ray puts the driver's current directory first on the workers' path: a stray inference.py there would
+        # shadow the package, so start from the log directory, which holds no Python file.
+        os.chdir(self._log_dir)
+        try:
+            ray.init(
+                address=self._address or os.environ.get("RAY_ADDRESS"),
+                num_cpus=None if self._is_remote else max(os.cpu_count() or 1, self._placement.cpus),
+                include_dashboard=None if self._is_remote else False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                runtime_env={"env_vars": {"OMP_WAIT_POLICY": "passive", "TOKENIZERS_PARALLELISM": "false"}},
+            )
+        except ConnectionError as error:
+            raise PlacementError(f"no Ray cluster answers at {self._address}: {error}") from None
+        finally:
+            os.chdir(here)
+        try:
+            self._place()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    @property
+    def _is_remote(self) -> bool:
+        return bool(self._address or os.environ.get("RAY_ADDRESS"))
+
+    def _place(self) -> None:
+        import ray
+        from ray.util import placement_group
+
+        self._placement.check(ray.cluster_resources())
+        self._group = placement_group(self._placement.bundles, strategy="PACK")
+        ready, _ = ray.wait([self._group.ready()], timeout=self._start_timeout)
+        if not ready:
+            raise PlacementError(
+                f"the cluster did not free {self._placement.describe()} within {self._start_timeout:g} s; "
+                f"available now: {_plain(ray.available_resources())}"
+            )
+
+    def spawn(self, names: Sequence[str]) -> list[Remote]:
+        """One worker process for each bundle of the placement, in order."""
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        remotes = []
+        for index, (name, bundle) in enumerate(zip(names, self._placement.bundles, strict=True)):
+            actor = (
+                ray.remote(WorkerProcess)
+                .options(
+                    num_cpus=bundle.get("CPU", 0),
+                    num_gpus=bundle.get("GPU", 0),
+                    max_concurrency=THREADS_PER_WORKER,
+                    scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, index),
+                )
+                .remote(str(self._log_dir / f"{name}.log"))
+            )
+            self._actors.append(actor)
+            remotes.append(Remote(name, actor))
+        return remotes
+
+    def __exit__(self, *exc: object) -> None:
+        import ray
+        from ray.util import remove_placement_group
+
+        if not ray.is_initialized():
+            return
+        for actor in self._actors:
+            ray.kill(actor)
+        if self._group is not None:
+            remove_placement_group(self._group)
+        ray.shutdown()
+
+
+def _plain(resources: dict[str, float]) -> str:
+    wanted = {name: resources.get(name, 0) for name in ("CPU", "GPU")}
+    return ", ".join(f"{amount:g} {name}" for name, amount in wanted.items())

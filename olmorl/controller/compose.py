@@ -1,0 +1,131 @@
+"""Builds a session from its parts: the only place that knows all of them."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from olmorl.config.schema import Config
+from olmorl.contract.training import ScoreRequest
+from olmorl.controller.canary import canary_sequences
+from olmorl.controller.cluster import Cluster
+from olmorl.controller.fleet import start_fleet
+from olmorl.controller.placement import Placement
+from olmorl.controller.recorder import Recorder, Totals
+from olmorl.controller.resume import DriverState, PromptQueue
+from olmorl.controller.rollout import RolloutService
+from olmorl.controller.run_directory import RunDirectory
+from olmorl.controller.scoring import Scorer
+from olmorl.controller.session import Session
+from olmorl.controller.sync import WeightSync
+from olmorl.data.prompt import Prompt
+from olmorl.data.prompt_set import PromptSet, load_prompts
+from olmorl.data.stream import PromptStream
+from olmorl.data.tokenizer import PromptEncoder, load_tokenizer
+from olmorl.metrics.console_sink import ConsoleSink
+from olmorl.metrics.jsonl_sink import JsonlSink
+from olmorl.metrics.sink import MetricSink
+from olmorl.metrics.wandb_sink import open_wandb
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Everything read from files before any worker starts, so that bad input costs no start-up."""
+
+    train: PromptSet
+    eval: list[Prompt]
+    canary: ScoreRequest | None
+
+
+def load_inputs(config: Config) -> Inputs:
+    data, rollout = config.data, config.rollout
+    encoder = PromptEncoder(
+        load_tokenizer(config.model.path),
+        apply_chat_template=data.apply_chat_template,
+        system_prompt=data.system_prompt,
+    )
+    train = load_prompts(data.train, encoder=encoder, max_prompt_tokens=rollout.max_prompt_tokens)
+    evaluation: list[Prompt] = []
+    if config.eval.data is not None:
+        held_out = load_prompts([config.eval.data], encoder=encoder, max_prompt_tokens=rollout.max_prompt_tokens)
+        stream = PromptStream(held_out, seed=0, shuffle=False)
+        evaluation = [stream.next() for _ in range(min(len(held_out), config.eval.limit or len(held_out)))]
+    canary = canary_sequences(
+        (example.token_ids for example in train.examples),
+        count=config.sync.canary_sequences,
+        length=config.sync.canary_tokens,
+    )
+    return Inputs(train, evaluation, canary)
+
+
+async def compose(
+    config: Config,
+    *,
+    inputs: Inputs,
+    directory: RunDirectory,
+    attempt: int,
+    checkpoint: Path | None,
+    cluster: Cluster,
+    placement: Placement,
+) -> Session:
+    """Start the workers and join them, from `checkpoint` if there is one."""
+    scorer = await Scorer.start(config, verifiers=[*inputs.train.verifiers, *(p.verifier for p in inputs.eval)])
+    fleet = await start_fleet(config, cluster=cluster, placement=placement)
+    service = RolloutService(fleet.engines)
+    sync = WeightSync(
+        engines=fleet.engines,
+        learners=fleet.learners,
+        service=service,
+        section=config.sync,
+        transport=_transport(config, placement),
+        canary=inputs.canary,
+    )
+    await sync.connect(fleet.engine_infos[0])
+    stream = PromptStream(inputs.train, seed=config.run.seed, shuffle=config.data.shuffle)
+    version, totals, prompts = 0, Totals(), PromptQueue(stream)
+    if checkpoint is not None:
+        state = DriverState.load(checkpoint, seed=config.run.seed)
+        await fleet.load(checkpoint / "learner", timeout=config.learner.step_timeout_seconds)
+        version, totals, prompts = state.step, state.totals, state.prompts(stream)
+    recorder = Recorder(
+        config=config,
+        directory=directory,
+        attempt=attempt,
+        fleet=fleet,
+        sinks=open_sinks(config, directory, first_step=version),
+        totals=totals,
+    )
+    return Session(
+        config=config,
+        directory=directory,
+        fleet=fleet,
+        service=service,
+        sync=sync,
+        scorer=scorer,
+        prompts=prompts,
+        eval_prompts=inputs.eval,
+        recorder=recorder,
+        version=version,
+    )
+
+
+def open_sinks(config: Config, directory: RunDirectory, *, first_step: int) -> list[MetricSink]:
+    section = config.logging
+    sinks: list[MetricSink] = [JsonlSink(directory.metrics_file)]
+    if section.console:
+        sinks.append(ConsoleSink(config.run.steps, first_step=first_step))
+    wandb = open_wandb(
+        directory.path,
+        project=section.wandb_project,
+        name=config.run.name,
+        mode=section.wandb,
+        config=config.model_dump(mode="json"),
+    )
+    if wandb is not None:
+        sinks.append(wandb)
+    return sinks
+
+
+def _transport(config: Config, placement: Placement) -> str:
+    if config.sync.transport != "auto":
+        return config.sync.transport
+    on_gpu = placement.inference_device == placement.learner_device == "cuda"
+    return "nccl" if on_gpu else "gloo"

@@ -1,0 +1,110 @@
+"""The workers of a run, started and joined: engines, learners, and what each said of itself."""
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+
+from olmorl.config.schema import Config
+from olmorl.contract.errors import ModelError
+from olmorl.contract.generation import EngineConfig, WorkerInfo
+from olmorl.contract.training import LearnerConfig
+from olmorl.controller.cluster import Cluster, Remote
+from olmorl.controller.placement import Placement
+from olmorl.metrics.utilization import Peak
+
+INFERENCE_WORKER = "inference.worker:InferenceWorker"
+LEARNER_WORKER = "learner.worker:LearnerWorker"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fleet:
+    engines: list[Remote]
+    learners: list[Remote]
+    engine_infos: list[WorkerInfo]
+    learner_peak_flops: float
+
+    @property
+    def peaks(self) -> dict[str, Peak]:
+        return {info.name: Peak(flops=info.peak_flops, bandwidth=info.peak_bandwidth) for info in self.engine_infos}
+
+    async def load(self, folder: Path, *, timeout: float) -> None:
+        """Every learner rank takes weights and optimizer from a checkpoint."""
+        await asyncio.gather(*(learner.call("load", str(folder), timeout=timeout) for learner in self.learners))
+
+
+async def start_fleet(config: Config, *, cluster: Cluster, placement: Placement) -> Fleet:
+    """Start every worker at once. Each has cluster.start_timeout_seconds."""
+    deadline = config.cluster.start_timeout_seconds
+    remotes = cluster.spawn(placement.names)
+    engines, learners = remotes[: placement.inference_workers], remotes[placement.inference_workers :]
+    engine_config = _engine_config(config, placement)
+    learner_config = _learner_config(config, placement)
+    starts = [e.start(INFERENCE_WORKER, engine_config, name=e.name, timeout=deadline) for e in engines]
+    await asyncio.gather(*starts, _start_learners(learners, learner_config, deadline))
+    infos = await asyncio.gather(*(e.call("info", timeout=deadline) for e in engines))
+    learner_info = await learners[0].call("info", timeout=deadline)
+    if any(info.tensors != infos[0].tensors for info in infos):
+        raise ModelError("the inference workers hold different models; are their model folders the same?")
+    return Fleet(engines=engines, learners=learners, engine_infos=infos, learner_peak_flops=learner_info.peak_flops)
+
+
+async def _start_learners(learners: list[Remote], config: LearnerConfig, deadline: float) -> None:
+    size = len(learners)
+    await asyncio.gather(
+        *(
+            learner.start(LEARNER_WORKER, config, rank=rank, world_size=size, timeout=deadline)
+            for rank, learner in enumerate(learners)
+        )
+    )
+    host, port = await learners[0].call("host_rendezvous", timeout=deadline)
+    await asyncio.gather(*(learner.call("start", host, port, timeout=deadline) for learner in learners))
+
+
+def _engine_config(config: Config, placement: Placement) -> EngineConfig:
+    section = config.inference
+    return EngineConfig(
+        model=config.model.path,
+        dtype=resolve_dtype(config, placement.inference_device),
+        device=placement.inference_device,
+        max_num_seqs=section.max_num_seqs,
+        kv_cache_tokens=section.kv_cache_tokens,
+        block_size=section.block_size,
+        max_tokens_per_step=section.max_tokens_per_step,
+        max_model_len=config.rollout.max_prompt_tokens + config.rollout.max_response_tokens,
+        prefix_caching=section.prefix_caching,
+        seed=config.run.seed,
+        threads=placement.inference_threads,
+    )
+
+
+def _learner_config(config: Config, placement: Placement) -> LearnerConfig:
+    loss, optim, learner = config.loss, config.optim, config.learner
+    return LearnerConfig(
+        model=config.model.path,
+        dtype=resolve_dtype(config, placement.learner_device),
+        device=placement.learner_device,
+        threads=placement.learner_threads,
+        activation_checkpointing=learner.activation_checkpointing,
+        logprob_chunk_tokens=learner.logprob_chunk_tokens,
+        temperature=config.sampling.temperature,
+        clip_low=loss.clip_low,
+        clip_high=loss.clip_high,
+        importance_cap=loss.importance_cap,
+        lr=optim.lr,
+        schedule=optim.schedule,
+        warmup_steps=optim.warmup_steps,
+        total_steps=config.run.steps,
+        betas=optim.betas,
+        eps=optim.eps,
+        weight_decay=optim.weight_decay,
+        max_grad_norm=optim.max_grad_norm,
+        seed=config.run.seed,
+        wire_dtype=resolve_dtype(config, placement.inference_device),
+        bucket_bytes=config.sync.bucket_mb << 20,
+    )
+
+
+def resolve_dtype(config: Config, device: str) -> str:
+    if config.model.dtype != "auto":
+        return config.model.dtype
+    return "bfloat16" if device == "cuda" else "float32"

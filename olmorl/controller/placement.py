@@ -1,0 +1,94 @@
+"""Where the workers of a run go: how many, on which device, with how many cores. Pure: asks no cluster."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from olmorl.config.schema import Config, Device
+from olmorl.contract.errors import PlacementError
+
+CPUS_PER_GPU_WORKER = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    inference_workers: int
+    learner_workers: int
+    inference_device: Literal["cpu", "cuda"]
+    learner_device: Literal["cpu", "cuda"]
+    inference_threads: int | None
+    learner_threads: int | None
+
+    @property
+    def names(self) -> list[str]:
+        engines = [f"inference-{i}" for i in range(self.inference_workers)]
+        return engines + [f"learner-{i}" for i in range(self.learner_workers)]
+
+    @property
+    def bundles(self) -> list[dict[str, float]]:
+        """One for each worker, inference first."""
+        devices = [self.inference_device] * self.inference_workers + [self.learner_device] * self.learner_workers
+        return [{"CPU": CPUS_PER_GPU_WORKER, "GPU": 1} if d == "cuda" else {"CPU": 1} for d in devices]
+
+    @property
+    def cpus(self) -> int:
+        return sum(int(bundle["CPU"]) for bundle in self.bundles)
+
+    @property
+    def gpus(self) -> int:
+        return sum(int(bundle.get("GPU", 0)) for bundle in self.bundles)
+
+    def describe(self) -> str:
+        return (
+            f"{self.inference_workers} inference x {self.inference_device}, "
+            f"{self.learner_workers} learner x {self.learner_device}: {self.cpus} CPU, {self.gpus} GPU"
+        )
+
+    def check(self, resources: Mapping[str, float]) -> None:
+        """Raises PlacementError, saying what is missing, if the cluster can never hold this placement."""
+        for kind, wanted in (("GPU", self.gpus), ("CPU", self.cpus)):
+            there = resources.get(kind, 0)
+            if wanted > there:
+                raise PlacementError(
+                    f"this run needs {wanted} {kind}s ({self.describe()}) and the cluster has {there:g}: "
+                    f"{wanted - there:g} missing. Lower inference.workers or learner.workers, "
+                    f"set their device to 'cpu', or add nodes"
+                )
+
+
+def plan_placement(config: Config, *, gpus_here: int | None = None) -> Placement:
+    """Resolve `auto` devices and thread counts. `gpus_here`: GPUs of the cluster, None counts this machine's."""
+    gpus = count_gpus() if gpus_here is None else gpus_here
+    inference, learner = config.inference, config.learner
+    inference_device = _device(inference.device, gpus)
+    learner_device = _device(learner.device, gpus)
+    on_cpu = sum(
+        section.workers
+        for section, device in ((inference, inference_device), (learner, learner_device))
+        if device == "cpu"
+    )
+    share = max(1, (os.cpu_count() or 1) // max(1, on_cpu))
+    return Placement(
+        inference_workers=inference.workers,
+        learner_workers=learner.workers,
+        inference_device=inference_device,
+        learner_device=learner_device,
+        inference_threads=inference.threads or (share if inference_device == "cpu" else None),
+        learner_threads=learner.threads or (share if learner_device == "cpu" else None),
+    )
+
+
+def _device(wanted: Device, gpus: int) -> Literal["cpu", "cuda"]:
+    if wanted == "auto":
+        return "cuda" if gpus > 0 else "cpu"
+    return wanted
+
+
+def count_gpus() -> int:
+    """NVIDIA GPUs of this machine, without torch: CUDA_VISIBLE_DEVICES narrows what the driver lists."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([name for name in visible.split(",") if name.strip() and name.strip() != "-1"])
+    folder = "/proc/driver/nvidia/gpus"
+    return len(os.listdir(folder)) if os.path.isdir(folder) else 0

@@ -1,0 +1,152 @@
+"""A training run: everything is composed here, and nothing is decided.
+
+The loops live on an event loop in a thread of their own, so that generation goes on while the caller's code runs
+between two calls. `train()` is the whole run; `next_batch`, `train_step`, `publish` and `checkpoint` are its pieces.
+"""
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from olmorl.config.load import dump_toml
+from olmorl.config.schema import Config
+from olmorl.controller.cluster import Cluster
+from olmorl.controller.compose import compose, load_inputs
+from olmorl.controller.loop import Batch
+from olmorl.controller.placement import plan_placement
+from olmorl.controller.run_directory import RunDirectory, write_atomically, write_json
+from olmorl.controller.session import Session
+
+T = TypeVar("T")
+
+
+class Run:
+    """A run of `config`. Nothing starts before `start()` (which `train()` calls); `close()` stops everything.
+
+    Example:
+        with Run(config) as run:
+            run.start()
+            for _ in range(config.run.steps):
+                run.train_step(run.next_batch())
+                run.publish()
+                run.checkpoint()
+    """
+
+    def __init__(self, config: Config, *, resume: bool = False) -> None:
+        self.config = config
+        self._resume = resume
+        self._directory = RunDirectory(config.run.directory)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="driver loops", daemon=True)
+        self._cluster: Cluster | None = None
+        self._session: Session | None = None
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def train(self) -> dict[str, Any]:
+        """The whole run, from where it stands to run.steps. Returns what summary.json holds."""
+        reason = "interrupted"
+        try:
+            self.start()
+            while self.version < self.config.run.steps:
+                self.train_step(self.next_batch())
+                self.publish()
+                self.checkpoint()
+            self._do(self._running.finish())
+            reason = "finished"
+        except Exception as error:
+            reason = f"failed: {error}"
+            raise
+        finally:
+            summary = self._write_summary(reason)
+        return summary
+
+    def start(self) -> None:
+        """Load the data, start the workers, send the first weights, evaluate, and begin to roll out."""
+        assert self._session is None, "start() was called before"
+        config, directory = self.config, self._directory
+        inputs = load_inputs(config)
+        placement = plan_placement(config)
+        attempt, checkpoint = directory.prepare(resume=self._resume)
+        write_atomically(directory.config_file, dump_toml(config))
+        self._cluster = Cluster(
+            placement,
+            address=config.cluster.address,
+            log_dir=directory.logs(attempt),
+            start_timeout=config.cluster.start_timeout_seconds,
+        )
+        self._cluster.__enter__()
+        self._thread.start()
+        self._session = self._do(
+            compose(
+                config,
+                inputs=inputs,
+                directory=directory,
+                attempt=attempt,
+                checkpoint=checkpoint,
+                cluster=self._cluster,
+                placement=placement,
+            )
+        )
+        self._do(self._session.start())
+
+    @property
+    def version(self) -> int:
+        """Policy version of the newest weights = optimizer steps done."""
+        return self._running.version
+
+    def next_batch(self) -> Batch:
+        """Wait for a full batch of groups within the staleness window."""
+        return self._do(self._running.next_batch())
+
+    def train_step(self, batch: Batch) -> dict[str, float]:
+        """One optimizer step; returns the learner's metrics."""
+        return self._do(self._running.train_step(batch))
+
+    def publish(self) -> None:
+        """Send the newest weights to the engines, in the background."""
+        self._do(self._running.publish())
+
+    def checkpoint(self) -> None:
+        """Save, if checkpoint.every says so for the step just trained."""
+        self._do(self._running.checkpoint())
+
+    def close(self) -> None:
+        """Stop loops, workers and verifiers; safe to call at any time, and twice."""
+        session, self._session = self._session, None
+        if session is not None:
+            self._do(session.close())
+        cluster, self._cluster = self._cluster, None
+        if cluster is not None:
+            cluster.__exit__()
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+        if not self._loop.is_running():
+            self._loop.close()
+
+    @property
+    def _running(self) -> Session:
+        assert self._session is not None, "call start() first"
+        return self._session
+
+    def _do(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run `work` on the loops' thread; an interrupt here cancels it there."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def _write_summary(self, reason: str) -> dict[str, Any]:
+        if self._session is None:
+            return {"exit_reason": reason}
+        summary = self._session.summary(reason)
+        write_json(self._directory.summary_file, summary)
+        return summary

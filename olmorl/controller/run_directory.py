@@ -1,0 +1,133 @@
+"""The run directory: where everything of a run lies, and what counts as complete.
+
+A checkpoint is complete only when its COMPLETE marker stands; the marker is written last and synced to disk. On resume
+the rows of metrics and rollouts beyond the checkpoint move to attempt_N/, so that one row a step remains.
+"""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from olmorl.contract.errors import ConfigError
+
+MARKER = "COMPLETE"
+
+
+class RunDirectory:
+    def __init__(self, path: Path) -> None:
+        self.path = path.absolute()
+
+    @property
+    def config_file(self) -> Path:
+        return self.path / "config.toml"
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def summary_file(self) -> Path:
+        return self.path / "summary.json"
+
+    def rollouts_file(self, step: int) -> Path:
+        return self.path / "rollouts" / f"step_{step:06d}.parquet"
+
+    def checkpoint(self, step: int) -> Path:
+        return self.path / "checkpoints" / f"step_{step:06d}"
+
+    def export(self, step: int) -> Path:
+        return self.path / "export" / f"step_{step:06d}"
+
+    def logs(self, attempt: int) -> Path:
+        return self.path / "logs" / f"attempt_{attempt}"
+
+    def prepare(self, *, resume: bool) -> tuple[int, Path | None]:
+        """Make ready for a new attempt: (attempt number, checkpoint to continue from or None).
+
+        Without `resume`, a directory that already holds a run is refused, so that nothing is overwritten.
+        """
+        has_run = self.metrics_file.exists() or (self.path / "checkpoints").exists()
+        if has_run and not resume:
+            raise ConfigError(
+                f"{self.path} already holds a run; continue it with --resume, choose another run.name, or remove it"
+            )
+        for folder in ("checkpoints", "rollouts", "export", "logs"):
+            (self.path / folder).mkdir(parents=True, exist_ok=True)
+        attempt = 1 + len(list((self.path / "logs").glob("attempt_*")))
+        self.logs(attempt).mkdir()
+        checkpoint = self.newest_complete() if resume else None
+        if has_run:
+            self._set_aside(attempt - 1, beyond=_step_of(checkpoint) if checkpoint else -1)
+        return attempt, checkpoint
+
+    def newest_complete(self) -> Path | None:
+        folders = sorted((self.path / "checkpoints").glob("step_*"), reverse=True)
+        return next((folder for folder in folders if (folder / MARKER).exists()), None)
+
+    def complete_checkpoint(self, step: int, *, keep: int) -> None:
+        """Mark the checkpoint of `step` complete, point `latest` at it, drop all but the newest `keep`."""
+        folder = self.checkpoint(step)
+        _sync_tree(folder)
+        write_atomically(folder / MARKER, f"{step}\n")
+        latest = folder.parent / "latest"
+        replacement = folder.parent / ".latest"
+        replacement.unlink(missing_ok=True)
+        replacement.symlink_to(folder.name)
+        replacement.replace(latest)
+        complete = sorted(f for f in folder.parent.glob("step_*") if (f / MARKER).exists())
+        for old in complete[:-keep]:
+            (old / MARKER).unlink()
+            shutil.rmtree(old)
+
+    def _set_aside(self, attempt: int, *, beyond: int) -> None:
+        """Move rows of steps > `beyond`, and half-written checkpoints, to attempt_<attempt>/."""
+        aside = self.path / f"attempt_{attempt}"
+        for folder in ("rollouts", "checkpoints", "export"):
+            for entry in sorted((self.path / folder).glob("step_*")):
+                if _step_of(entry) > beyond or (folder == "checkpoints" and not (entry / MARKER).exists()):
+                    (aside / folder).mkdir(parents=True, exist_ok=True)
+                    entry.rename(aside / folder / entry.name)
+        if self.metrics_file.exists():
+            kept, moved = [], []
+            for line in self.metrics_file.read_text().splitlines(keepends=True):
+                (kept if _metrics_step(line) <= beyond else moved).append(line)
+            if moved:
+                aside.mkdir(exist_ok=True)
+                (aside / "metrics.jsonl").write_text("".join(moved))
+                write_atomically(self.metrics_file, "".join(kept))
+        self.summary_file.unlink(missing_ok=True)
+
+
+def _step_of(path: Path) -> int:
+    return int(path.stem.removeprefix("step_"))
+
+
+def _metrics_step(line: str) -> float:
+    """A line cut short by a crash counts as beyond every checkpoint."""
+    try:
+        return json.loads(line)["progress/step"]
+    except (json.JSONDecodeError, KeyError):
+        return float("inf")
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_atomically(path, json.dumps(value, indent=2) + "\n")
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Whole or not at all, also across a crash."""
+    part = path.with_name(path.name + ".part")
+    with open(part, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)
+
+
+def _sync_tree(folder: Path) -> None:
+    for path in [folder, *folder.rglob("*")]:
+        handle = os.open(path, os.O_RDONLY)
+        os.fsync(handle)
+        os.close(handle)

@@ -1,0 +1,238 @@
+"""One attempt of a run on started workers, step by step.
+
+A step trains a batch and snapshots the weights; then, while the next batch already trains, its update goes out, the
+slots it frees are refilled, an evaluation may run on it, and its row is written.
+"""
+
+import asyncio
+import time
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from learner.pack import pack
+from olmorl.config.schema import Config
+from olmorl.contract.errors import WorkerError
+from olmorl.controller.admission import train_samples
+from olmorl.controller.buffer import RolloutBuffer
+from olmorl.controller.evaluate import Evaluation, evaluate
+from olmorl.controller.fleet import Fleet
+from olmorl.controller.loop import Batch, RolloutLoops
+from olmorl.controller.recorder import Recorder, Step, snapshot_stats
+from olmorl.controller.resume import DriverState, PromptQueue
+from olmorl.controller.rollout import RolloutService
+from olmorl.controller.run_directory import RunDirectory
+from olmorl.controller.scoring import Scorer
+from olmorl.controller.step_metrics import StepTimes
+from olmorl.controller.sync import WeightSync
+from olmorl.data.prompt import Prompt
+
+T = TypeVar("T")
+
+
+class Session:
+    def __init__(
+        self,
+        *,
+        config: Config,
+        directory: RunDirectory,
+        fleet: Fleet,
+        service: RolloutService,
+        sync: WeightSync,
+        scorer: Scorer,
+        prompts: PromptQueue,
+        eval_prompts: list[Prompt],
+        recorder: Recorder,
+        version: int,
+    ) -> None:
+        self._config = config
+        self._directory = directory
+        self._fleet = fleet
+        self._service = service
+        self._sync = sync
+        self._scorer = scorer
+        self._prompts = prompts
+        self._eval_prompts = eval_prompts
+        self._recorder = recorder
+        self._buffer = RolloutBuffer(
+            groups_per_batch=config.rollout.prompts_per_step,
+            async_steps=config.rollout.async_steps,
+            window=config.rollout.staleness_window,
+        )
+        self._loops = RolloutLoops(
+            config=config,
+            buffer=self._buffer,
+            prompts=prompts,
+            service=service,
+            scorer=scorer,
+            version=version,
+            on_dropped=recorder.dropped,
+        )
+        self._background: dict[str, asyncio.Task[None]] = {}
+        self._update: asyncio.Task[None] | None = None
+        self._step = Step(number=version)
+        self._state: DriverState | None = None
+        self._times = StepTimes()
+        self._pending_tokens = 0
+        self.version = version
+
+    async def start(self) -> None:
+        """Send the first update, evaluate the policy as it is, and let the loops run."""
+        self._background["service"] = asyncio.create_task(self._service.run())
+        await self._unless_failed(self._sync.snapshot(self.version))
+        await self._unless_failed(self._go_live(self._step))
+        self._background["rollouts"] = asyncio.create_task(self._loops.run())
+
+    async def next_batch(self) -> Batch:
+        started = time.perf_counter()
+        batch = await self._unless_failed(self._loops.next_batch())
+        self._times.wait_for_batch = time.perf_counter() - started
+        self._times.wait_for_straggler = batch.seconds_waited_for_straggler
+        return batch
+
+    async def train_step(self, batch: Batch) -> dict[str, float]:
+        """Train on `batch`; `publish` sends the weights it makes. Returns the learner's metrics."""
+        started = time.perf_counter()
+        samples = [sample for group in batch.groups for sample in train_samples(group)]
+        rank_batches = pack(
+            samples,
+            version=batch.version,
+            num_ranks=len(self._fleet.learners),
+            tokens_per_micro_batch=self._config.learner.tokens_per_micro_batch,
+        )
+        deadline = self._config.learner.step_timeout_seconds
+        calls = [
+            learner.call("train_step", rank_batch, timeout=deadline)
+            for learner, rank_batch in zip(self._fleet.learners, rank_batches, strict=True)
+        ]
+        reports = await self._unless_failed(gather(calls))
+        # From here on nothing awaits: the step's groups and the captured state speak of one instant.
+        self._times.train = time.perf_counter() - started
+        self._times.reward = self._scorer.drain_seconds()
+        self._loops.trained(batch)
+        self.version = batch.version + 1
+        self._step = self._recorder.trained(self.version, batch.groups, reports, self._times)
+        self._times = StepTimes()
+        self._state = self._capture() if self._checkpoint_due else None
+        return dict(reports[0].metrics)
+
+    async def publish(self) -> None:
+        """Snapshot the weights and send them in the background; waits for the update before this one."""
+        started = time.perf_counter()
+        await self.settle()
+        self._times.wait_for_policy = time.perf_counter() - started
+        if self.version == self._config.run.steps:
+            await self._stop_rollouts()
+        await self._unless_failed(self._sync.snapshot(self.version))
+        self._update = asyncio.create_task(self._go_live(self._step))
+
+    async def settle(self) -> None:
+        """Wait until the update under way is live and its row is written."""
+        if self._update is not None:
+            await self._unless_failed(self._update)
+            self._update = None
+
+    async def checkpoint(self) -> None:
+        """Save weights, optimizer and driver state of the step just trained, if one is due."""
+        if self._state is None:
+            return
+        await self.settle()
+        started = time.perf_counter()
+        folder = self._directory.checkpoint(self.version)
+        folder.mkdir(parents=True)
+        await self._all_learners("save", str(folder / "learner"))
+        self._state.save(folder)
+        keep = self._config.checkpoint.keep
+        await asyncio.to_thread(self._directory.complete_checkpoint, self.version, keep=keep)
+        self._times.checkpoint = time.perf_counter() - started
+        self._state = None
+
+    async def finish(self) -> None:
+        """After the last step: the last update is live, the books close, the model is exported."""
+        await self.settle()
+        await self._stop_rollouts()
+        self._recorder.close_books(received_tokens=self._service.tokens_received, pending_tokens=self._pending_tokens)
+        if self._config.checkpoint.export:
+            await self._all_learners("export", str(self._directory.export(self.version)))
+
+    def summary(self, exit_reason: str) -> dict[str, Any]:
+        return self._recorder.summary(steps=self.version, exit_reason=exit_reason)
+
+    async def close(self) -> None:
+        """Stop everything that still runs in the background, and the verifiers."""
+        tasks = [*self._background.values(), *([self._update] if self._update else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._scorer.close()
+        self._recorder.close_sinks()
+
+    async def _go_live(self, step: Step) -> None:
+        self._recorder.updated(await self._sync.publish(step.number))
+        self._loops.published(step.number)
+        started = time.perf_counter()
+        evaluation = await self._evaluate(step.number)
+        step.times.eval = time.perf_counter() - started
+        if step.number == 0 or step.groups:  # a resumed run's first update belongs to a step that has its row
+            stats = snapshot_stats(self._service.stats)
+            await asyncio.to_thread(self._recorder.write_row, step, evaluation, stats)
+
+    async def _evaluate(self, version: int) -> Evaluation | None:
+        every, last = self._config.eval.every, self._config.run.steps
+        due = version in (0, last) or (every and version % every == 0)
+        if not due or not self._eval_prompts:
+            return None
+        evaluation = await evaluate(
+            self._eval_prompts, config=self._config, service=self._service, scorer=self._scorer, version=version
+        )
+        self._recorder.evaluated(evaluation)
+        return evaluation
+
+    @property
+    def _checkpoint_due(self) -> bool:
+        return self.version % self._config.checkpoint.every == 0 or self.version == self._config.run.steps
+
+    def _capture(self) -> DriverState:
+        return DriverState.capture(
+            step=self.version,
+            prompts=self._prompts,
+            buffer=self._buffer,
+            totals=self._recorder.totals,
+            seed=self._config.run.seed,
+        )
+
+    async def _stop_rollouts(self) -> None:
+        """No more training prompts: what is under way is given up, its tokens counted at this instant."""
+        task = self._background.pop("rollouts", None)
+        if task is None:
+            return
+        outstanding = self._buffer.outstanding()
+        self._pending_tokens = self._service.undelivered_tokens + sum(g.tokens_received for g in outstanding)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await self._service.abort_all()
+
+    async def _all_learners(self, method: str, *args: object) -> None:
+        deadline = self._config.learner.step_timeout_seconds
+        await self._unless_failed(gather([x.call(method, *args, timeout=deadline) for x in self._fleet.learners]))
+
+    async def _unless_failed(self, work: Coroutine[Any, Any, T] | asyncio.Future[T]) -> T:
+        """Await `work`, but raise at once if something in the background fails meanwhile."""
+        task = asyncio.ensure_future(work)
+        watched = list(self._background.values())
+        await asyncio.wait([task, *watched], return_when=asyncio.FIRST_COMPLETED)
+        for background in watched:
+            if background.done():
+                task.cancel()
+                raise first_cause(background.exception() or WorkerError("a background loop ended by itself"))
+        return await task
+
+
+async def gather(calls: list[Coroutine[Any, Any, T]]) -> list[T]:
+    return list(await asyncio.gather(*calls))
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """The exception inside the groups that nested task groups wrap around it."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
