@@ -9,7 +9,8 @@ asyncio, no Ray, so that it is simulated and tested as it is.
 
 from collections import deque
 
-from olmorl.controller.group import Group, Occurrence, State
+from olmorl.controller.group import Group, State
+from olmorl.data.prompt import Prompt
 
 
 class RolloutBuffer:
@@ -39,7 +40,7 @@ class RolloutBuffer:
     def has_enough_finished(self) -> bool:
         return sum(g.state is State.FINISHED for g in self._groups.values()) >= self.groups_per_batch
 
-    def admit(self, prompt: Occurrence, *, version: int, seed: int, now: float) -> Group:
+    def admit(self, prompt: Prompt, *, version: int, seed: int, now: float) -> Group:
         assert self.has_free_slot(), "admit() without a free slot"
         group = Group(prompt=prompt, order=self._next_order, admitted_version=version, seed=seed, t_admitted=now)
         self._next_order += 1

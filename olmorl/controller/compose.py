@@ -20,10 +20,8 @@ from olmorl.data.prompt import Prompt
 from olmorl.data.prompt_set import PromptSet, load_prompts
 from olmorl.data.stream import PromptStream
 from olmorl.data.tokenizer import PromptEncoder, load_tokenizer
-from olmorl.metrics.console_sink import ConsoleSink
-from olmorl.metrics.jsonl_sink import JsonlSink
-from olmorl.metrics.sink import MetricSink
-from olmorl.metrics.wandb_sink import open_wandb
+from olmorl.metrics.sinks import open_sinks
+from olmorl.rewards.verifier import choose_verifiers
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +30,7 @@ class Inputs:
 
     train: PromptSet
     eval: list[Prompt]
+    verifiers: tuple[str, ...]
     canary: ScoreRequest | None
 
 
@@ -53,7 +52,8 @@ def load_inputs(config: Config) -> Inputs:
         count=config.sync.canary_sequences,
         length=config.sync.canary_tokens,
     )
-    return Inputs(train, evaluation, canary)
+    rows = [*train.verifiers, *(prompt.verifier for prompt in evaluation)]
+    return Inputs(train, evaluation, choose_verifiers(config.reward.verifier, rows), canary)
 
 
 async def compose(
@@ -67,7 +67,7 @@ async def compose(
     placement: Placement,
 ) -> Session:
     """Start the workers and join them, from `checkpoint` if there is one."""
-    scorer = await Scorer.start(config, verifiers=[*inputs.train.verifiers, *(p.verifier for p in inputs.eval)])
+    scorer = await Scorer.start(config.reward, verifiers=inputs.verifiers)
     fleet = await start_fleet(config, cluster=cluster, placement=placement)
     service = RolloutService(fleet.engines)
     sync = WeightSync(
@@ -90,7 +90,7 @@ async def compose(
         directory=directory,
         attempt=attempt,
         fleet=fleet,
-        sinks=open_sinks(config, directory, first_step=version),
+        sinks=open_sinks(config, directory.path, first_step=version),
         totals=totals,
     )
     return Session(
@@ -105,23 +105,6 @@ async def compose(
         recorder=recorder,
         version=version,
     )
-
-
-def open_sinks(config: Config, directory: RunDirectory, *, first_step: int) -> list[MetricSink]:
-    section = config.logging
-    sinks: list[MetricSink] = [JsonlSink(directory.metrics_file)]
-    if section.console:
-        sinks.append(ConsoleSink(config.run.steps, first_step=first_step))
-    wandb = open_wandb(
-        directory.path,
-        project=section.wandb_project,
-        name=config.run.name,
-        mode=section.wandb,
-        config=config.model_dump(mode="json"),
-    )
-    if wandb is not None:
-        sinks.append(wandb)
-    return sinks
 
 
 def _transport(config: Config, placement: Placement) -> str:

@@ -14,10 +14,11 @@ import numpy as np
 from olmorl.config.schema import Config
 from olmorl.contract.errors import SyncError
 from olmorl.contract.generation import SamplingParams
-from olmorl.controller.group import Occurrence, ScoredSample
+from olmorl.controller.group import ScoredSample
 from olmorl.controller.loop import request_seed
 from olmorl.controller.rollout import RolloutService
 from olmorl.controller.scoring import Scorer
+from olmorl.data.prompt import Prompt
 
 PRIORITY = -1
 
@@ -36,7 +37,7 @@ class Evaluation:
 
 
 async def evaluate(
-    prompts: Sequence[Occurrence], *, config: Config, service: RolloutService, scorer: Scorer, version: int
+    prompts: Sequence[Prompt], *, config: Config, service: RolloutService, scorer: Scorer, version: int
 ) -> Evaluation:
     """Sample every prompt k times and score it. Raises SyncError if any token is of another version."""
     started = time.perf_counter()
@@ -63,7 +64,7 @@ async def evaluate(
     )
 
 
-async def _sample(prompt: Occurrence, config: Config, service: RolloutService, scorer: Scorer) -> list[ScoredSample]:
+async def _sample(prompt: Prompt, config: Config, service: RolloutService, scorer: Scorer) -> list[ScoredSample]:
     section = config.eval
     params = SamplingParams(
         n=section.samples_per_prompt,

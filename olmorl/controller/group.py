@@ -2,11 +2,10 @@
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
-
-import numpy as np
 
 from olmorl.contract.generation import RolloutSample
+from olmorl.data.prompt import Prompt
+from olmorl.rewards.verdict import Status
 
 
 class Fate(StrEnum):
@@ -27,26 +26,13 @@ class State(StrEnum):
     TRAINED = "trained"  # trained; its slot frees once the weights it made are live
 
 
-class Occurrence(Protocol):
-    """What the controller needs to know of a prompt: one occurrence is an (epoch, position) of the stream."""
-
-    @property
-    def prompt_id(self) -> str: ...
-    @property
-    def epoch(self) -> int: ...
-    @property
-    def position(self) -> int: ...
-    @property
-    def token_ids(self) -> np.ndarray: ...
-
-
 @dataclass(slots=True, kw_only=True)
 class ScoredSample:
     """A finished sample with its verdict. `reward` is None unless the verdict is "scored"; unscaled."""
 
     sample: RolloutSample
     reward: float | None
-    verdict: str
+    verdict: Status
     detail: str = ""
     advantage: float = 0.0
     fate: Fate | None = None
@@ -54,7 +40,7 @@ class ScoredSample:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Group:
-    prompt: "Occurrence"
+    prompt: Prompt
     order: int
     """place in the order of admission"""
     admitted_version: int

@@ -21,10 +21,11 @@ from olmorl.config.schema import Config
 from olmorl.contract.generation import SamplingParams
 from olmorl.controller.admission import judge
 from olmorl.controller.buffer import RolloutBuffer
-from olmorl.controller.group import Group, Occurrence
+from olmorl.controller.group import Group
 from olmorl.controller.rollout import RolloutService
 from olmorl.controller.scoring import Scorer
 from olmorl.controller.signal import Changed
+from olmorl.data.prompt import Prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +43,7 @@ class RolloutLoops:
         *,
         config: Config,
         buffer: RolloutBuffer,
-        prompts: Iterator[Occurrence],
+        prompts: Iterator[Prompt],
         service: RolloutService,
         scorer: Scorer,
         version: int,
@@ -139,7 +140,7 @@ def training_params(config: Config, *, seed: int) -> SamplingParams:
     )
 
 
-def request_seed(run_seed: int, prompt: Occurrence) -> int:
+def request_seed(run_seed: int, prompt: Prompt) -> int:
     """31 bits from run seed, epoch and position: the same occurrence draws the same noise in every attempt."""
     key = f"{run_seed}/{prompt.epoch}/{prompt.position}".encode()
     return int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "little") & 0x7FFFFFFF

@@ -13,16 +13,16 @@ from typing import Any, Protocol
 
 from olmorl.contract.errors import ConfigError
 from olmorl.controller.buffer import RolloutBuffer
-from olmorl.controller.group import Occurrence
 from olmorl.controller.recorder import Totals
 from olmorl.controller.run_directory import write_json
+from olmorl.data.prompt import Prompt
 
 FILE = "driver.json"
 
 
 class PromptSource(Protocol):
-    def next(self) -> Occurrence: ...
-    def prompt_at(self, epoch: int, position: int) -> Occurrence: ...
+    def next(self) -> Prompt: ...
+    def prompt_at(self, epoch: int, position: int) -> Prompt: ...
     def state(self) -> dict[str, Any]: ...
     def restore(self, state: dict[str, Any]) -> None: ...
 
@@ -30,21 +30,21 @@ class PromptSource(Protocol):
 class PromptQueue:
     """What `feed` admits next: first prompts that an earlier attempt left without a fate, then the stream."""
 
-    def __init__(self, source: PromptSource, again: Iterable[Occurrence] = ()) -> None:
+    def __init__(self, source: PromptSource, again: Iterable[Prompt] = ()) -> None:
         self._source = source
         self._again = deque(again)
 
     def __iter__(self) -> "PromptQueue":
         return self
 
-    def __next__(self) -> Occurrence:
+    def __next__(self) -> Prompt:
         return self._again.popleft() if self._again else self._source.next()
 
     def state(self) -> dict[str, Any]:
         return self._source.state()
 
     @property
-    def again(self) -> list[Occurrence]:
+    def again(self) -> list[Prompt]:
         return list(self._again)
 
 

@@ -111,6 +111,12 @@ class RolloutService:
                 self._undelivered_tokens += len(sample.token_ids)
                 self._inboxes[sample.request_id].put_nowait(sample)
 
-    async def abort_all(self) -> None:
-        """Give up everything the workers still hold for requests nobody waits for any more."""
-        await asyncio.gather(*(worker.call("abort_all", timeout=ANSWER_SECONDS) for worker in self._workers.values()))
+    @property
+    def in_flight(self) -> list[str]:
+        """Ids of the requests whose samples are not all in."""
+        return list(self._inboxes)
+
+    async def abort(self, request_ids: list[str]) -> None:
+        """Tell the workers to give up these requests; what they had so far arrives late and is dropped."""
+        workers = self._workers.values()
+        await asyncio.gather(*(worker.call("abort", request_ids, timeout=ANSWER_SECONDS) for worker in workers))

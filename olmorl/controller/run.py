@@ -9,7 +9,7 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from olmorl.config.load import dump_toml
+from olmorl.config.dump import dump_toml
 from olmorl.config.schema import Config
 from olmorl.controller.cluster import Cluster
 from olmorl.controller.compose import compose, load_inputs

@@ -90,7 +90,8 @@ class RunDirectory:
                     (aside / folder).mkdir(parents=True, exist_ok=True)
                     entry.rename(aside / folder / entry.name)
         if self.metrics_file.exists():
-            kept, moved = [], []
+            kept: list[str] = []
+            moved: list[str] = []
             for line in self.metrics_file.read_text().splitlines(keepends=True):
                 (kept if _metrics_step(line) <= beyond else moved).append(line)
             if moved:

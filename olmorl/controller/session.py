@@ -207,9 +207,10 @@ class Session:
             return
         outstanding = self._buffer.outstanding()
         self._pending_tokens = self._service.undelivered_tokens + sum(g.tokens_received for g in outstanding)
+        given_up = self._service.in_flight
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        await self._service.abort_all()
+        await self._service.abort(given_up)
 
     async def _all_learners(self, method: str, *args: object) -> None:
         deadline = self._config.learner.step_timeout_seconds

@@ -39,7 +39,7 @@ def add_rollouts(bag: MetricBag, groups: Sequence[Group], *, version: int) -> No
                 bag.add("reward/mean", s.reward)
                 bag.add("reward/std", s.reward, reduce="std")
                 bag.add("reward/solve_rate", float(s.reward >= 1))
-                if source := getattr(group.prompt, "data_source", None):
+                if source := group.prompt.data_source:
                     bag.add(f"reward/{source}/mean", s.reward)
             length = len(s.sample.token_ids)
             bag.add("reward/unscored_fraction", float(s.reward is None))
@@ -127,7 +127,7 @@ def rollout_rows(groups: Iterable[Group], *, step: int, attempt: int, t_trained:
                     sample=s.sample.sample_index,
                     step=step,
                     attempt=attempt,
-                    data_source=getattr(group.prompt, "data_source", None),
+                    data_source=group.prompt.data_source,
                     prompt_token_ids=group.prompt.token_ids,
                     token_ids=s.sample.token_ids,
                     loss_mask=np.full(len(s.sample.token_ids), trained),
