@@ -1,0 +1,186 @@
+import logging
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from olmorl.config.dump import dump_toml
+from olmorl.config.load import load_config
+from olmorl.config.names import ALIASES, FIELDS
+from olmorl.config.schema import Config
+from olmorl.contract.errors import ConfigError
+
+BASE = '[model]\npath = "m"\n[data]\ntrain = "x.jsonl"\n'
+NEEDED = ("model.path=m", "data.train=x.jsonl")
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    def write(text: str) -> Path:
+        path = tmp_path / "c.toml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def refusal(path: Path | None, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    return str(caught.value)
+
+
+def test_later_wins(write) -> None:
+    path = write(BASE + "[rollout]\nprompts_per_step = 4\n")
+    assert load_config(path).rollout.prompts_per_step == 4
+    config = load_config(path, ["rollout.prompts_per_step=5", "rollout.prompts_per_step=6"])
+    assert config.rollout.prompts_per_step == 6
+
+
+@pytest.mark.parametrize(
+    ("override", "section", "key", "value"),
+    [
+        ("optim.lr=1e-4", "optim", "lr", 1e-4),
+        ("optim.lr=1", "optim", "lr", 1.0),
+        ("optim.betas=[0.9, 0.95]", "optim", "betas", (0.9, 0.95)),
+        ("run.name=2024", "run", "name", "2024"),
+        ("run.name='a = b'", "run", "name", "a = b"),
+        ("run.name=a=b", "run", "name", "a=b"),
+        ("rollout.active_sampling=false", "rollout", "active_sampling", False),
+        ("rollout.active_sampling=True", "rollout", "active_sampling", True),
+        ("rollout.window=none", "rollout", "window", None),
+        ("data.apply_chat_template=auto", "data", "apply_chat_template", "auto"),
+        ("data.apply_chat_template=true", "data", "apply_chat_template", True),
+        ('data.train=["a.jsonl", "b.jsonl"]', "data", "train", ("a.jsonl", "b.jsonl")),
+        ("sync.mode=drain", "sync", "mode", "drain"),
+        ("reward.verifier=my_module:check", "reward", "verifier", "my_module:check"),
+        ("prompts_per_step=7", "rollout", "prompts_per_step", 7),
+        ("loss.importance_cap=inf", "loss", "importance_cap", float("inf")),
+    ],
+)
+def test_override_values(override: str, section: str, key: str, value: object) -> None:
+    assert getattr(getattr(load_config(None, [*NEEDED, override]), section), key) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "words"),
+    [
+        (
+            BASE + "[rollout]\nprompts_per_stp = 3",
+            (),
+            ["c.toml", "rollout.prompts_per_stp", "rollout.prompts_per_step"],
+        ),
+        (BASE + "[rolout]\nprompts_per_step = 3", (), ["c.toml", "'rolout'", "rollout.prompts_per_step"]),
+        (BASE + "[rolout]\n", (), ["'rolout'", "rollout"]),
+        (BASE, ("learner.clip_low=1",), ["override 'learner.clip_low=1'", "loss.clip_low"]),
+        (BASE, ("rollout.response_length=1",), ["rollout.max_response_tokens"]),
+        (BASE, ("workers=1",), ["reward.workers", "inference.workers", "learner.workers"]),
+        (BASE, ("rollout=3",), ["is a section"]),
+        (BASE, ("foo",), ["section.key=value"]),
+        (BASE, ("data.train=[a",), ["not valid TOML"]),
+        (
+            BASE + "[rollout]\nprompts_per_step = 'many'",
+            (),
+            ["rollout.prompts_per_step is 'many'", "c.toml", "integer"],
+        ),
+        (BASE + "[rollout]\nprompts_per_step = '16'", (), ["'16'", "integer"]),
+        (BASE + "[rollout]\nprompts_per_step = true", (), ["True", "integer"]),
+        (BASE + "[rollout]\nprompts_per_step = 0", (), ["is 0", "greater than or equal to 1"]),
+        (
+            BASE,
+            ("sync.mode=fast",),
+            ["sync.mode is 'fast'", "override 'sync.mode=fast'", "'inflight', 'pause' or 'drain'"],
+        ),
+        (BASE, ("data.apply_chat_template=maybe",), ["true or false or 'auto'"]),
+        (BASE, ("optim.lr=nan",), ["optim.lr is nan"]),
+        (BASE, ("optim.betas=[0.9]",), ["optim.betas is"]),
+        (BASE, ("optim.betas=[0.9, 'x']",), ["optim.betas[1] is 'x'", "a number"]),
+        (BASE, ("inflight_updates=3",), ["inflight_updates is 3", "true or false"]),
+        (BASE, ("rollout.async_steps=2", "rollout.window=1"), ["window = 1", "async_steps = 2"]),
+        (BASE, ("sampling.top_k=3",), ["loss.allow_truncated_sampling"]),
+        ("prompts_per_step = 5\n[rollout]\nprompts_per_step = 3\n" + BASE, (), ["set twice"]),
+        ("[run]\nname = 'x'", (), ["model.path is missing", "data.train is missing"]),
+        ("x = \n", (), ["not valid TOML", "line 1"]),
+    ],
+)
+def test_refusals_name_what_where_and_how(write, text: str, overrides: tuple[str, ...], words: list[str]) -> None:
+    message = refusal(write(text), *overrides)
+    for word in words:
+        assert word in message
+
+
+def test_unreadable_files(tmp_path: Path) -> None:
+    assert "no such config file" in refusal(tmp_path / "nope.toml")
+    assert "cannot be read" in refusal(tmp_path)
+    (tmp_path / "bad.toml").write_bytes(b"\xff\xfe")
+    assert "not UTF-8" in refusal(tmp_path / "bad.toml")
+
+
+def test_aliases_are_noted(write, caplog: pytest.LogCaptureFixture) -> None:
+    path = write("num_unique_prompts_rollout = 5\ninflight_updates = true\n" + BASE)
+    with caplog.at_level(logging.WARNING):
+        config = load_config(path, ["clip_higher=0.3", "inflight_updates=false"])
+    assert (config.rollout.prompts_per_step, config.loss.clip_high, config.sync.mode) == (5, 0.3, "drain")
+    assert "num_unique_prompts_rollout is taken as rollout.prompts_per_step" in caplog.text
+    assert set(ALIASES.values()) <= set(FIELDS)
+
+
+def test_paths_from_here_then_from_the_config(write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    (tmp_path / "x.jsonl").touch()
+    (tmp_path / "m").mkdir()
+    path = write(BASE)
+    config = load_config(path, ["eval.data=nowhere.jsonl"])
+    assert config.data.train == (str(tmp_path / "x.jsonl"),)
+    assert config.model.path == str(tmp_path / "m")
+    assert config.eval.data == "nowhere.jsonl"
+    (here / "x.jsonl").touch()
+    assert load_config(path).data.train == (str(here / "x.jsonl"),)
+
+
+text = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
+positive = st.floats(min_value=1e-300, allow_nan=False)
+
+
+@given(
+    name=text, stop=st.lists(text), train=st.lists(text, min_size=1), lr=positive, window=st.none() | st.integers(1, 9)
+)
+def test_dump_then_load_is_the_same_config(
+    name: str, stop: list[str], train: list[str], lr: float, window: int | None
+) -> None:
+    config = Config.model_validate(
+        {
+            "run": {"name": name, "output_dir": "a b"},
+            "model": {"path": "m"},
+            "data": {"train": train},
+            "sampling": {"stop": stop},
+            "optim": {"lr": lr},
+            "rollout": {"window": window},
+        }
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.toml"
+        path.write_text(dump_toml(config), encoding="utf-8")
+        loaded = load_config(path)
+    # paths that happen to exist become absolute; all else is untouched
+    assert loaded.model_copy(update={"data": config.data}) == config
+
+
+def test_what_may_be_none_defaults_to_none() -> None:
+    """TOML cannot say None, so a dump leaves such keys out."""
+    for name, info in FIELDS.items():
+        if info.annotation is not None and type(None) in getattr(info.annotation, "__args__", ()):
+            assert info.default is None, name
+
+
+def test_imports_no_torch() -> None:
+    code = (
+        "import sys, olmorl.config.load, olmorl.config.dump; sys.exit('torch' in sys.modules or 'ray' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
