@@ -1,0 +1,1 @@
+"""Prompts: read from files, tokenised once, served in a reproducible order. No torch."""

@@ -1,0 +1,65 @@
+"""The order in which prompts are served: a pure function of seed and epoch, so that a cursor is two numbers."""
+
+from dataclasses import fields
+from functools import lru_cache
+
+import numpy as np
+
+from olmorl.contract.errors import ConfigError
+from olmorl.data.prompt import EncodedExample, Prompt
+from olmorl.data.prompt_set import PromptSet
+
+StreamState = dict[str, int | str | bool]
+
+
+class PromptStream:
+    """Serves a set epoch after epoch, for ever; each epoch holds every prompt once, in an order of its own."""
+
+    def __init__(self, prompts: PromptSet, *, seed: int, shuffle: bool = True) -> None:
+        assert len(prompts) > 0, "an empty set cannot be streamed"
+        self._prompts = prompts
+        self._identity: StreamState = {"seed": seed, "shuffle": shuffle, "data": prompts.fingerprint}
+        self._order = lru_cache(maxsize=4)(lambda epoch: epoch_order(len(prompts), seed, epoch, shuffle))
+        self.epoch = 0
+        self.position = 0
+
+    def next(self) -> Prompt:
+        prompt = self.prompt_at(self.epoch, self.position)
+        self.position += 1
+        if self.position == len(self._prompts):
+            self.epoch, self.position = self.epoch + 1, 0
+        return prompt
+
+    def prompt_at(self, epoch: int, position: int) -> Prompt:
+        """The same occurrence that `next` served there, or will; the cursor stays where it is."""
+        if epoch < 0 or not 0 <= position < len(self._prompts):
+            raise IndexError(f"no prompt at epoch {epoch}, position {position} of {len(self._prompts)}")
+        example = self._prompts.examples[self._order(epoch)[position]]
+        values = {field.name: getattr(example, field.name) for field in fields(EncodedExample)}
+        return Prompt(**values, epoch=epoch, position=position)
+
+    def state(self) -> StreamState:
+        """Where the cursor stands and in what order of which data; plain values for a checkpoint."""
+        return {"epoch": self.epoch, "position": self.position, **self._identity}
+
+    def restore(self, state: StreamState) -> None:
+        """Raises ConfigError when data, seed or shuffling are not those the cursor was made with."""
+        names = {"seed": "run.seed", "shuffle": "data.shuffle", "data": "the training data (or its length limit)"}
+        for key, value in self._identity.items():
+            if state.get(key) != value:
+                raise ConfigError(
+                    f"cannot resume: {names[key]} changed since the checkpoint ({state.get(key)!r} then, {value!r} "
+                    "now), so its place in the data means nothing; restore it, or start a new run"
+                )
+        epoch, position = state["epoch"], state["position"]
+        assert isinstance(epoch, int) and isinstance(position, int), f"broken stream state {state}"
+        self.epoch, self.position = epoch, position
+
+
+def epoch_order(num_prompts: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
+    """[num_prompts] int64. Sorting raw Philox words, which numpy promises never to change, keeps the order the same
+    across versions and machines; its shuffles make no such promise."""
+    if not shuffle:
+        return np.arange(num_prompts)
+    key = np.array([seed % 2**64, epoch], dtype=np.uint64)
+    return np.argsort(np.random.Philox(key=key).random_raw(num_prompts), kind="stable")
