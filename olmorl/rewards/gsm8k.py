@@ -1,0 +1,38 @@
+"""GSM8K: the last number of the completion equals the label.
+
+A number is read with its sign, decimals and thousands separators; `$` before it and `%` behind it do not matter.
+Equality is of values: 72, 72.0 and +72 agree.
+"""
+
+import re
+from decimal import Decimal
+
+from olmorl.rewards.verdict import Verdict, scored, unscorable
+
+# A sign belongs to the number unless something to subtract from stands before it: "5-3" ends in 3, "= -3" in -3.
+NUMBER = re.compile(r"(?:(?<![\w)\]}%])(?P<sign>[-−+]))?\$?(?P<digits>\d+(?:,\d+)*(?:\.\d+)?|\.\d+)")
+# Commas count where they group digits (also by twos, as in India); in "1,2,3" they separate three numbers.
+GROUPED = re.compile(r"\d{1,3}(?:,\d{2,3})*,\d{3}(?:\.\d+)?")
+
+
+def gsm8k(completion: str, ground_truth: object, prompt: str | None = None) -> Verdict:
+    label = last_number(str(ground_truth))
+    if label is None:
+        return unscorable(f"the ground truth {str(ground_truth)[:80]!r} holds no number")
+    answer = last_number(completion)
+    if answer is None:
+        return scored(0.0, "no number in the completion")
+    return scored(float(answer == label), f"answer {str(answer)[:80]}, label {str(label)[:80]}")
+
+
+def last_number(text: str) -> Decimal | None:
+    last = None
+    for match in NUMBER.finditer(text):
+        last = match
+    if last is None:
+        return None
+    digits, negative = last["digits"], last["sign"] in ("-", "−")
+    if "," in digits and not GROUPED.fullmatch(digits):
+        digits, negative = digits.rpartition(",")[2], False
+    value = Decimal(digits.replace(",", ""))
+    return value.copy_negate() if negative else value

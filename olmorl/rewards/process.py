@@ -1,0 +1,89 @@
+"""The verifier process: reads batches of jobs, answers each job as soon as it is judged.
+
+Started as `python -P -m olmorl.rewards.process CHANNEL LIFELINE` (file descriptors); imports next to nothing but the
+verifiers asked for. One answer a job, at once: whoever watches knows at any moment which job is running, and so whom
+to blame for a hang or a crash.
+
+Frames on the channel are a length and a payload. The first names the verifiers. Jobs are pickled; answers are JSON,
+so that nothing a verifier does can make the parent run code. The lifeline is a pipe whose write end the parent alone
+holds: when it closes, the kernel sends SIGIO, deadly by default, to the whole process group, also while Python is
+stuck in C code.
+"""
+
+import fcntl
+import json
+import os
+import pickle
+import select
+import signal
+import struct
+import sys
+import traceback
+from typing import BinaryIO
+
+from olmorl.contract.errors import ConfigError
+from olmorl.rewards.verdict import VerifierJob
+from olmorl.rewards.verifier import Verifier, find_verifier, load_verifier, run_verifier
+
+HEADER = struct.Struct("<I")
+MAX_DETAIL = 500  # characters
+
+
+def main(channel: int, lifeline: int) -> None:
+    os.set_inheritable(channel, False)
+    os.set_inheritable(lifeline, False)
+    die_with_parent(lifeline)
+    jobs = os.fdopen(channel, "rb", closefd=False)
+    try:
+        verifiers = load_verifiers(pickle.loads(_read_frame(jobs)))
+    except ConfigError as error:
+        _write_frame(channel, {"error": str(error)})
+        return
+    _write_frame(channel, {"ready": True})
+    while payload := _read_frame(jobs):
+        for name, completion, ground_truth, prompt in pickle.loads(payload):
+            job = VerifierJob(verifier=name, completion=completion, ground_truth=ground_truth, prompt=prompt)
+            verdict = run_verifier(verifiers[name], job)
+            _write_frame(channel, (verdict.status, verdict.reward, verdict.detail[:MAX_DETAIL]))
+
+
+def die_with_parent(lifeline: int) -> None:
+    signal.signal(signal.SIGIO, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGIO})
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
+    if select.select([lifeline], [], [], 0)[0]:  # it closed before the signal was armed
+        sys.exit(1)
+
+
+def load_verifiers(names: list[str]) -> dict[str, Verifier]:
+    verifiers = {}
+    for name in names:
+        path = find_verifier(name)
+        try:
+            verifiers[name] = load_verifier(path)
+        except ConfigError:
+            raise
+        except (Exception, SystemExit) as error:  # whatever a module of the user's does when it is imported
+            at = traceback.extract_tb(error.__traceback__)[-1]
+            raise ConfigError(
+                f"verifier {name!r} cannot be loaded: {type(error).__name__}: {error} ({at.filename}:{at.lineno})"
+            ) from None
+    return verifiers
+
+
+def _read_frame(stream: BinaryIO) -> bytes:
+    """Empty at the end of the stream."""
+    header = stream.read(HEADER.size)
+    return stream.read(HEADER.unpack(header)[0]) if len(header) == HEADER.size else b""
+
+
+def _write_frame(channel: int, message: object) -> None:
+    payload = json.dumps(message).encode()
+    left = memoryview(HEADER.pack(len(payload)) + payload)
+    while left:
+        left = left[os.write(channel, left) :]
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

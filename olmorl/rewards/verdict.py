@@ -1,0 +1,35 @@
+"""What is asked of a verifier, and what it says. A failure to judge is a status of its own, never a reward of 0."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Status = Literal["scored", "timeout", "error", "unscorable"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifierJob:
+    verifier: str
+    """name or my_module:my_function"""
+    completion: str
+    ground_truth: object
+    prompt: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    status: Status
+    reward: float | None = None
+    """None unless scored; a completion without an answer is scored 0"""
+    detail: str = ""
+
+    def __post_init__(self) -> None:
+        assert (self.reward is not None) == (self.status == "scored"), f"{self.status} with reward {self.reward}"
+
+
+def scored(reward: float, detail: str = "") -> Verdict:
+    return Verdict(status="scored", reward=reward, detail=detail)
+
+
+def unscorable(detail: str) -> Verdict:
+    """The ground truth is at fault: no completion could be judged against it."""
+    return Verdict(status="unscorable", detail=detail)

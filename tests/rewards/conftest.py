@@ -1,0 +1,63 @@
+import sys
+from pathlib import Path
+
+import pytest
+
+VERIFIERS = '''
+import ctypes, os, re, signal, sys, time
+import numpy as np
+
+def echo(completion, ground_truth, prompt):
+    return float(completion)
+
+def obey(completion, ground_truth, prompt):
+    """Do what the completion says."""
+    if completion == "hang":
+        while True: pass
+    if completion == "hang in C":
+        re.fullmatch("(a|a)*b", "a" * 60)
+    if completion == "hang without a chance":
+        signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 32))
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        while True: pass
+    if completion == "exit":
+        os._exit(3)
+    if completion == "crash":
+        ctypes.string_at(0)
+    if completion == "crash once" and not os.path.exists(ground_truth):
+        open(ground_truth, "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+    if completion == "raise":
+        raise KeyError("lost")
+    if completion == "sys.exit":
+        sys.exit("bye")
+    if completion == "print":
+        print("noise" * 1000); sys.stdout.flush(); os.write(1, b"noise")
+    if completion == "stdin":
+        return len(sys.stdin.read())
+    if completion == "spawn":
+        import subprocess
+        subprocess.Popen(["sleep", "600"])
+        open(ground_truth, "w").write(str(os.getpid()))
+        while True: pass
+    if completion == "modules":
+        return sum(name in sys.modules for name in ("torch", "ray", "transformers"))
+    return {"nan": float("nan"), "inf": float("inf"), "none": None, "text": "1", "true": True, "false": False,
+            "numpy bool": np.bool_(True), "numpy": np.float32(0.5), "int": 2}.get(completion, 1.0)
+
+class Judge:
+    def __init__(self): self.calls = 0
+    def __call__(self, completion, ground_truth, prompt): return 0.25
+
+number = 3
+'''
+
+
+@pytest.fixture
+def own_verifiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "own_verifiers.py").write_text(VERIFIERS)
+    (tmp_path / "broken_verifiers.py").write_text("import no_such_library_at_all\n")
+    (tmp_path / "failing_verifiers.py").write_text("raise RuntimeError('no licence')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "own_verifiers" not in sys.modules
+    return "own_verifiers"
