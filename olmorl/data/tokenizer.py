@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-import httpx
 import jinja2
 import numpy as np
 from huggingface_hub import snapshot_download
@@ -39,7 +38,7 @@ def _download(model: str) -> Path:
         return Path(snapshot_download(model, allow_patterns=list(HUB_FILES)))
     except HFValidationError:
         raise ModelError(f"{model}: no such model folder, and not of the form of a hub id") from None
-    except (HfHubHTTPError, OSError, httpx.HTTPError) as error:
+    except (HfHubHTTPError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ModelError(f"{model}: no such model folder, and not to be had from the hub: {reason}") from None
 
