@@ -35,7 +35,12 @@ class _Desk:
         self._loop = asyncio.new_event_loop()
         self._pools: dict[str, VerifierPool] = {}
         self._starting = asyncio.Lock()
-        threading.Thread(target=self._loop.run_forever, name="verifiers", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="verifiers", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        self._loop.run_forever()
+        self._loop.close()
 
     def submit(self, job: VerifierJob, timeout: float) -> Verdict:
         return asyncio.run_coroutine_threadsafe(self._score(job, timeout), self._loop).result()
@@ -43,6 +48,7 @@ class _Desk:
     def close(self) -> None:
         asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
 
     async def _close(self) -> None:
         for pool in self._pools.values():

@@ -234,7 +234,9 @@ def test_score_leaves_nothing_behind_and_no_noise(own_verifiers) -> None:
         "assert score('gsm8k', completion='7', ground_truth='7').reward == 1\n"
         "sys.exit(any(name in sys.modules for name in ('torch', 'ray', 'transformers')))"
     )
-    done = subprocess.run([sys.executable, "-X", "dev", "-c", code], env=env, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-W", "always::ResourceWarning", "-c", code], env=env, capture_output=True, text=True
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 
