@@ -19,7 +19,7 @@ from inference.sampler import SamplingTable, sample
 from inference.scheduler import Scheduler, StepPlan
 from inference.staged_update import StagedUpdate, model_checksum, stage_tensors
 from inference.stats import CostModel, StatsClock
-from inference.step_batch import BlockTable, StepBatch
+from inference.step_batch import BlockTable
 from inference.stopping import StopMatcher, finish_reason
 from inference.tokenizer import Tokenizer
 from olmorl.contract.errors import ConfigError, WeightUpdateError
@@ -166,10 +166,13 @@ class Engine:
 
     def _compute(self, plan: StepPlan) -> list[Sequence]:
         hidden = None
+        self._count(plan)
         if plan.chunks:
             batch = self.table.batch(plan.chunks)
             hidden = self.runner.run(batch)
-            self._count(plan, batch)
+            flops, num_bytes = self._costs.step(batch)
+            self.clock.totals.flops += flops
+            self.clock.totals.bytes += num_bytes
             if any(sequence.request.prompt_logprobs is not None for sequence, _ in plan.chunks):
                 self._record_prompt_logprobs(plan, hidden)
         drawing, logits = self._logits(plan, hidden)
@@ -267,30 +270,23 @@ class Engine:
             if sequence.request.finished:
                 self.requests.pop(sequence.request.request_id, None)
 
-    def _count(self, plan: StepPlan, batch: StepBatch) -> None:
+    def _count(self, plan: StepPlan) -> None:
         totals = self.clock.totals
-        flops, num_bytes = self._costs.step(batch)
         running = len(self.scheduler.running)
         totals.steps += 1
-        totals.flops += flops
-        totals.bytes += num_bytes
         totals.live_batch_sum += running
         totals.slot_steps += self.config.max_num_seqs if self.scheduler.waiting else running
-        totals.slot_steps_used += len(plan.chunks)
+        totals.slot_steps_used += len(plan.chunks) + len(plan.starts)
+        totals.prefill_tokens_shared += plan.num_shared_tokens
         totals.preemptions += plan.num_preempted
         prefill = 0
-        if len(batch.token_ids_T) > len(plan.chunks) or plan.starts or self._prefilling(plan):
-            for sequence, count in plan.chunks:
-                start = sequence.num_computed
-                if sequence.logprobs:
-                    totals.recomputed_tokens += min(count, sequence.num_tokens - 1 - start)
-                else:
-                    prefill += min(count, sequence.num_prompt - start)
+        for sequence, count in plan.chunks:
+            if not sequence.logprobs:
+                prefill += count
+            elif (missing := sequence.num_tokens - sequence.num_computed) > 1:
+                totals.recomputed_tokens += min(count, missing - 1)
         totals.prefill_tokens_computed += prefill
         totals.prefill_steps += prefill > 0
-
-    def _prefilling(self, plan: StepPlan) -> bool:
-        return any(not sequence.logprobs for sequence, _ in plan.chunks)
 
     # Between two steps
 

@@ -8,6 +8,7 @@ import hashlib
 from collections import deque
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from olmorl.contract.generation import FinishReason, KvEvent, SamplingParams, VersionSpan
@@ -64,8 +65,8 @@ class Sequence:
     @property
     def version_spans(self) -> tuple[VersionSpan, ...]:
         """(version, start, end) over output tokens; a partition of them."""
-        ends = [start for _, start in self.span_starts[1:]] + [self.num_output]
-        return tuple((version, start, end) for (version, start), end in zip(self.span_starts, ends, strict=True))
+        starts = [*self.span_starts, (-1, self.num_output)]
+        return tuple((version, start, end) for (version, start), (_, end) in pairwise(starts))
 
 
 @dataclass(slots=True, eq=False)

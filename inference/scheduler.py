@@ -25,6 +25,8 @@ class StepPlan:
     outgrown: list[Sequence] = field(default_factory=list)
     """sequences that need more than the whole pool; they can only be given up"""
     num_tokens: int = 0
+    num_shared_tokens: int = 0
+    """prompt tokens of new samples that nobody computes again: a group mate or the prefix cache has them"""
     num_preempted: int = 0
 
 
@@ -198,6 +200,7 @@ class Scheduler:
         sequence.kv_events = list(prompt.kv_events)
         self._enter(sequence)
         plan.starts.append((sequence, prompt))
+        plan.num_shared_tokens += sequence.num_prompt
         plan.grown.append(sequence)
         return True
 
@@ -228,6 +231,7 @@ class Scheduler:
         plan.chunks.append((sequence, count))
         plan.num_tokens += count
         if fresh:
+            plan.num_shared_tokens += sequence.num_computed
             request.leader = sequence
             self._lead(sequence, sequence.num_computed + count)
         return True
