@@ -1,7 +1,8 @@
-"""Attention over the paged KV pool, compiled for one CPU core: no gather, no padding, each live key read once.
+"""Attention over the paged KV pool, compiled for one CPU core: no gather, no padding, only live keys are touched.
 
-Twin: `inference.model.attention` in torch. Kernels are built for one head size, so that the inner loops have
-constant length and vectorise. Floating-point flags allow reordering but keep NaN and infinity meaningful.
+Twin: `inference.model.attention` in torch. Kernels are built for one head size, so that inner loops have constant
+length and vectorise; a constant handed to a callee that is inlined stays one. (A callee that is itself a closure would
+keep its kernel out of numba's cache on disk.) Floating-point flags allow reordering but keep NaN meaningful.
 
 Suffixes: T tokens, H all heads (queries, keys, values), D head size, B blocks, K key heads, S block size.
 """
@@ -93,7 +94,9 @@ def _softmax_numerators(x, bits, count):  # type: ignore[no-untyped-def]
         top = max(top, x[U(i)])
     power = bits.view(np.float32)
     for i in range(count):
-        value = max(x[U(i)] - top, np.float32(-87.0))
+        value = x[U(i)] - top
+        if value < np.float32(-87.0):  # not max(), which would swallow a NaN
+            value = np.float32(-87.0)
         whole = np.floor(value * np.float32(1.44269504) + np.float32(0.5))
         r = value - whole * np.float32(0.693359375)
         r = r + whole * np.float32(2.12194440e-4)
@@ -112,9 +115,60 @@ def _softmax_numerators(x, bits, count):  # type: ignore[no-untyped-def]
     return total
 
 
+@numba.njit(cache=True, nogil=True, fastmath=_FLAGS)
+def _score(head_dim, q, keys_BKSD, block, k, first, count, scale, scores, at):  # type: ignore[no-untyped-def]
+    i = 0
+    while i + 4 <= count:
+        a, b, c, e = U(first + i), U(first + i + 1), U(first + i + 2), U(first + i + 3)
+        dot_a = dot_b = dot_c = dot_e = np.float32(0)
+        for d in range(head_dim):
+            x = q[U(d)]
+            dot_a += x * keys_BKSD[block, k, a, U(d)]
+            dot_b += x * keys_BKSD[block, k, b, U(d)]
+            dot_c += x * keys_BKSD[block, k, c, U(d)]
+            dot_e += x * keys_BKSD[block, k, e, U(d)]
+        scores[U(at + i)] = dot_a * scale
+        scores[U(at + i + 1)] = dot_b * scale
+        scores[U(at + i + 2)] = dot_c * scale
+        scores[U(at + i + 3)] = dot_e * scale
+        i += 4
+    while i < count:
+        dot = np.float32(0)
+        for d in range(head_dim):
+            dot += q[U(d)] * keys_BKSD[block, k, U(first + i), U(d)]
+        scores[U(at + i)] = dot * scale
+        i += 1
+
+
+@numba.njit(cache=True, nogil=True, fastmath=_FLAGS)
+def _add_values(head_dim, total_D, values_BKSD, block, k, first, count, scores, at):  # type: ignore[no-untyped-def]
+    i = 0
+    while i + 4 <= count:
+        a, b, c, e = U(first + i), U(first + i + 1), U(first + i + 2), U(first + i + 3)
+        w_a, w_b, w_c, w_e = scores[U(at + i)], scores[U(at + i + 1)], scores[U(at + i + 2)], scores[U(at + i + 3)]
+        for d in range(head_dim):
+            total_D[U(d)] += (
+                w_a * values_BKSD[block, k, a, U(d)]
+                + w_b * values_BKSD[block, k, b, U(d)]
+                + w_c * values_BKSD[block, k, c, U(d)]
+                + w_e * values_BKSD[block, k, e, U(d)]
+            )
+        i += 4
+    while i < count:
+        weight = scores[U(at + i)]
+        for d in range(head_dim):
+            total_D[U(d)] += weight * values_BKSD[block, k, U(first + i), U(d)]
+        i += 1
+
+
 @cache
 def paged_attention(head_dim: int) -> Callable[..., Any]:
-    """Each token attends to the positions up to its own (the last `window` of them, if not 0) of its sequence."""
+    """Each token attends to the positions up to its own (the last `window` of them, if not 0) of its sequence.
+
+    Four keys at a time: one by one, the horizontal sums of the scores and the store-to-load chain of the output cost
+    more than the arithmetic.
+    """
+    scale = np.float32(1.0 / math.sqrt(head_dim))
 
     @numba.njit(cache=True, nogil=True, fastmath=_FLAGS)
     def kernel(  # type: ignore[no-untyped-def]
@@ -129,36 +183,28 @@ def paged_attention(head_dim: int) -> Callable[..., Any]:
         scores = np.empty(longest, np.float32)
         bits = np.empty(longest, np.int32)
         total_D = np.empty(head_dim, np.float32)
-        scale = np.float32(1.0 / math.sqrt(head_dim))
         for t in range(positions_T.shape[0]):
             row = rows_T[t]
             end = positions_T[t] + 1
             begin = max(0, end - window) if window > 0 else 0
-            first_block = begin // block_size
-            last_block = (end + block_size - 1) // block_size
+            blocks = range(begin // block_size, (end + block_size - 1) // block_size)
             for h in range(num_heads):
                 k = U(h // group)
-                q = qkv_THD[t, h]
-                for b in range(first_block, last_block):
-                    block = U(table_RW[row, b])
+                for b in blocks:
                     start = max(b * block_size, begin)
-                    for i in range(start, min((b + 1) * block_size, end)):
-                        offset = U(i - b * block_size)
-                        dot = np.float32(0)
-                        for d in range(head_dim):
-                            dot += q[U(d)] * keys_BKSD[block, k, offset, U(d)]
-                        scores[U(i - begin)] = dot * scale
+                    count = min((b + 1) * block_size, end) - start
+                    first = start - b * block_size
+                    block = U(table_RW[row, b])
+                    _score(head_dim, qkv_THD[t, h], keys_BKSD, block, k, first, count, scale, scores, start - begin)
                 inverse = np.float32(1) / _softmax_numerators(scores, bits, end - begin)
                 for d in range(head_dim):
                     total_D[U(d)] = np.float32(0)
-                for b in range(first_block, last_block):
-                    block = U(table_RW[row, b])
+                for b in blocks:
                     start = max(b * block_size, begin)
-                    for i in range(start, min((b + 1) * block_size, end)):
-                        offset = U(i - b * block_size)
-                        weight = scores[U(i - begin)]
-                        for d in range(head_dim):
-                            total_D[U(d)] += weight * values_BKSD[block, k, offset, U(d)]
+                    count = min((b + 1) * block_size, end) - start
+                    first = start - b * block_size
+                    block = U(table_RW[row, b])
+                    _add_values(head_dim, total_D, values_BKSD, block, k, first, count, scores, start - begin)
                 for d in range(head_dim):
                     out_THD[t, h, d] = total_D[U(d)] * inverse
 
