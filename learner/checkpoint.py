@@ -73,7 +73,7 @@ def export_hugging_face(policy: PolicyModel, path: Path, *, source: str, dtype: 
     for name, parameter in policy.hugging_face_parameters().items():
         tensor = full_tensor(parameter, dtype=DTYPES[dtype])
         if dist.get_rank() == 0:
-            tensors[name] = tensor.cpu()
+            tensors[name] = tensor.to("cpu", copy=True)  # a gathered tensor may be part of a larger storage
     if dist.get_rank() == 0:
         partial = path.with_name(path.name + ".partial")
         shutil.rmtree(partial, ignore_errors=True)

@@ -61,9 +61,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
             logits_CV = _logits(hidden_RE[rows], weight_VE, bias_V, temperature)
             lse_C = logits_CV.logsumexp(-1)
             lse_R[rows] = lse_C
-            logprobs_R[rows] = logits_CV.gather(-1, targets_R[rows, None])[:, 0] - lse_C
-            p_CV = (logits_CV - lse_C[:, None]).exp_()
-            entropy_R[rows] = lse_C - torch.linalg.vecdot(p_CV, logits_CV)
+            log_p_CV = logits_CV.sub_(lse_C[:, None])
+            logprobs_R[rows] = log_p_CV.gather(-1, targets_R[rows, None])[:, 0]
+            entropy_R[rows] = -torch.linalg.vecdot(log_p_CV.exp(), log_p_CV)
         ctx.save_for_backward(hidden_RE, weight_VE, bias_V, targets_R, lse_R)
         ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
         ctx.mark_non_differentiable(entropy_R)

@@ -1,0 +1,113 @@
+"""Learner workers in processes of their own: one rank and two do the same, and only plain errors leave them."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+
+from learner.pack import pack
+from learner.trainer import Trainer
+from olmorl.contract.errors import ModelError, WorkerError
+from olmorl.contract.training import LearnerConfig, ScoreRequest, StepReport, TrainSample
+from olmorl.contract.weights import SyncGroup, TensorSpec, tensor_checksum
+
+REQUEST = ScoreRequest(sequences=tuple(np.arange(3, 3 + n, dtype=np.int32) for n in (2, 9, 17)))
+
+
+def train(ranks: Any, samples: list[TrainSample], *, version: int) -> list[Any]:
+    """Micro-batches so small that the ranks pass several."""
+    batches = pack(samples, version=version, num_ranks=len(ranks.workers), tokens_per_micro_batch=37)
+    return ranks.call("train_step", each=batches)
+
+
+def train_alone(trainer: Trainer, samples: list[TrainSample], *, version: int) -> StepReport:
+    return trainer.train_step(pack(samples, version=version, num_ranks=1, tokens_per_micro_batch=64)[0])
+
+
+def broadcast_once(ranks: Any, export: Path, join_as_engine: Callable[[SyncGroup], Any]) -> dict[str, np.ndarray]:
+    """What an engine receives when it asks for the tensors of `export`."""
+    weights = load_file(export / "model.safetensors")
+    specs = [TensorSpec(name, weight.shape, "float32") for name, weight in weights.items()]
+    manifest, _ = ranks.call("plan_updates", specs, 5000)
+    host, port = ranks.workers[0].host_store()
+    group = SyncGroup(epoch=0, host=host, port=port, rank=0, size=2, transport="gloo", timeout_seconds=30)
+    with ThreadPoolExecutor() as threads:
+        joining = threads.submit(join_as_engine, replace(group, rank=1))
+        ranks.workers[0].join_sync_group(group)
+        engine = joining.result()
+        ranks.call("gather_update", 3)
+        receiving = threads.submit(engine.receive, manifest)
+        report = ranks.workers[0].broadcast(3)
+        received = receiving.result()
+    assert report.checksums == {name: tensor_checksum(data) for name, data in received.items()}
+    return received
+
+
+def assert_equal_weights(one: Path, two: Path) -> None:
+    a, b = (load_file(folder / "model.safetensors") for folder in (one, two))
+    assert a.keys() == b.keys()
+    for name in a:
+        np.testing.assert_allclose(a[name], b[name], rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_two_ranks_train_as_one_and_resume_as_one(
+    start_ranks: Callable,
+    config: LearnerConfig,
+    samples: list[TrainSample],
+    model_folder: Callable[[str], str],
+    join_as_engine: Callable[[SyncGroup], Any],
+    tmp_path: Path,
+) -> None:
+    config = replace(config, model=model_folder("llama_tied"))  # its 23 rows of embedding do not halve
+    one, two = Trainer(config, device=torch.device("cpu")), start_ranks(config, 2)
+    for version, batch in enumerate((samples, samples[:1], samples[5:])):  # the second leaves a rank with nothing
+        single = train_alone(one, batch, version=version)
+        first, second = train(two, batch, version=version)
+        assert first.metrics == second.metrics
+        for name, value in single.metrics.items():
+            assert first.metrics[name] == pytest.approx(value, rel=1e-5, abs=1e-7), name
+        assert first.num_tokens + second.num_tokens == single.num_tokens
+        assert first.flops + second.flops == pytest.approx(single.flops)
+    two.call("export", str(tmp_path / "two"))
+    one.export(str(tmp_path / "one"))
+    assert_equal_weights(tmp_path / "one", tmp_path / "two")
+
+    scores = two.call("score", REQUEST)
+    for mine, other, single in zip(*scores, one.score(REQUEST), strict=True):
+        np.testing.assert_array_equal(mine, other)
+        np.testing.assert_allclose(mine, single, atol=1e-5)
+
+    received = broadcast_once(two, tmp_path / "two", join_as_engine)
+    for name, weight in load_file(tmp_path / "two" / "model.safetensors").items():
+        np.testing.assert_array_equal(received[name], weight.view(np.uint8).ravel(), err_msg=name)
+
+    two.call("save", str(tmp_path / "checkpoint"))
+    train(two, samples, version=3)
+    assert one.load(str(tmp_path / "checkpoint")) == 3
+    train_alone(one, samples, version=3)
+    two.call("export", str(tmp_path / "two"))
+    one.export(str(tmp_path / "one"))
+    assert_equal_weights(tmp_path / "one", tmp_path / "two")
+
+
+def test_a_worker_says_who_it_is_and_refuses_in_plain_errors(
+    start_ranks: Callable, config: LearnerConfig, samples: list[TrainSample]
+) -> None:
+    ranks = start_ranks(config, 1)
+    (info,) = ranks.call("info")
+    assert info.name == "learner-0" and info.num_parameters > 0
+    assert 1e8 < info.peak_flops < 1e15 and 1e8 < info.peak_bandwidth < 1e13
+    with pytest.raises(WorkerError, match="gather version 5, but the learner holds 0"):
+        ranks.call("gather_update", 5)
+    with pytest.raises(ModelError, match="the engine has no"):
+        ranks.call("plan_updates", [], 1000)
+    ranks.call("shutdown")
+    with pytest.raises(WorkerError, match="not started"):
+        train(ranks, samples, version=0)
