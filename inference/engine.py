@@ -146,9 +146,8 @@ class Engine:
         plan = self.scheduler.schedule()
         finished = self._give_up(plan)
         self.table.update(plan.grown)
-        for sequence in plan.grown:
-            if sequence.row >= 0:
-                self.sampling.set(sequence)
+        for sequence in plan.entered:
+            self.sampling.set(sequence)
         self.runner.copy_blocks(plan.copies)
         if plan.chunks or plan.starts:
             finished += self._compute(plan)

@@ -20,6 +20,8 @@ class StepPlan:
     """samples that draw their first token from a prompt somebody else computed"""
     copies: list[tuple[int, int]] = field(default_factory=list)
     """blocks to copy before anything is written: (from, to)"""
+    entered: list[Sequence] = field(default_factory=list)
+    """sequences that were given a row"""
     grown: list[Sequence] = field(default_factory=list)
     """sequences whose block table changed"""
     outgrown: list[Sequence] = field(default_factory=list)
@@ -198,7 +200,7 @@ class Scheduler:
         sequence.num_computed = sequence.num_prompt
         sequence.publishable = prompt.publishable
         sequence.kv_events = list(prompt.kv_events)
-        self._enter(sequence)
+        self._enter(sequence, plan)
         plan.starts.append((sequence, prompt))
         plan.num_shared_tokens += sequence.num_prompt
         plan.grown.append(sequence)
@@ -224,7 +226,7 @@ class Scheduler:
         sequence.publishable = True
         event = (0, self.cache.version, "prefill") if fresh else (sequence.num_tokens, self.cache.version, "recompute")
         sequence.kv_events.append(event)  # type: ignore[arg-type]
-        self._enter(sequence)
+        self._enter(sequence, plan)
         count = min(sequence.num_tokens - sequence.num_computed, budget)
         grown = self._grow(sequence, sequence.num_computed + count, plan)
         assert grown, "room was checked"
@@ -249,12 +251,13 @@ class Scheduler:
             sequence.num_shared = count
             request.shared_prompt = SharedPrompt(sequence, blocks, list(sequence.kv_events), sequence.publishable)
 
-    def _enter(self, sequence: Sequence) -> None:
+    def _enter(self, sequence: Sequence, plan: StepPlan) -> None:
         sequence.request.waiting.popleft()
         sequence.row = self._free_rows.pop()
         self.num_admitted += 1
         sequence.order = self.num_admitted
         insort(self.running, sequence, key=_running_rank)
+        plan.entered.append(sequence)
 
     def _has_room(self, num_blocks: int) -> bool:
         """Room by live blocks, not by the longest possible output: each running sequence keeps one to grow into."""

@@ -132,20 +132,23 @@ def test_writers_of_a_shared_block_get_copies() -> None:
 
 
 def test_the_newest_is_preempted_and_nobody_admitted_in_that_step() -> None:
-    scheduler = make_scheduler(num_blocks=4, max_tokens_per_step=64, prefix_caching=False)
-    requests = [make_request(number, [number] * 4, max_tokens=20) for number in range(3)]
-    for request in requests[:2]:
-        scheduler.add(request)
-    advance(scheduler, scheduler.schedule())
-    assert len(scheduler.running) == 2
-    for _ in range(8):
-        plan = scheduler.schedule()
-        if plan.num_preempted:
-            break
-        advance(scheduler, plan)
-    assert [sequence.request for sequence in scheduler.running] == requests[:1]
-    assert [sequence.request for sequence, _ in plan.chunks] == requests[:1]
-    assert requests[1].sequences[0].num_computed == 0 and requests[1].waiting
+    scheduler = make_scheduler(num_blocks=6, max_tokens_per_step=64, prefix_caching=False)
+    old, new, urgent = (
+        make_request(number, [number] * 4, max_tokens=20, priority=-(number == 2)) for number in range(3)
+    )
+    scheduler.add(old)
+    scheduler.add(new)
+    while scheduler.allocator.num_free:
+        advance(scheduler, scheduler.schedule())
+    while all(sequence.num_tokens <= 12 for sequence in scheduler.running):
+        advance(scheduler, scheduler.schedule())
+    scheduler.add(urgent)  # first in line, and the blocks that the preemption frees would do for it
+    plan = scheduler.schedule()
+    assert plan.num_preempted == 1
+    assert [sequence.request for sequence, _ in plan.chunks] == [old] and scheduler.running == old.sequences
+    assert new.sequences[0].num_computed == 0 and new.waiting
+    advance(scheduler, plan)
+    assert urgent in [sequence.request for sequence, _ in scheduler.schedule().chunks]
 
 
 def test_lower_priority_number_goes_first_and_is_preempted_last() -> None:

@@ -11,6 +11,7 @@ from transformers import DynamicCache, PreTrainedModel
 from inference import LLM, SamplingParams
 from olmorl.contract.errors import WeightUpdateError
 
+pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")
 Family = Callable[[str], tuple[Path, PreTrainedModel]]
 PROMPTS = [list(range(3, 3 + length)) for length in (5, 17, 32)]
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -57,7 +58,6 @@ def run_with_update(llm: LLM, second: dict[str, torch.Tensor], **options: str) -
     return [(done[rid].token_ids, done[rid].version_spans) for rid in rids]
 
 
-@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")
 @pytest.mark.parametrize("name", ["llama", "qwen3", "olmo2", "olmo3"])
 @pytest.mark.parametrize("kv", ["keep", "recompute"])
 def test_update_amid_decoding(family_model: Family, name: str, kv: str) -> None:
