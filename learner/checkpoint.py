@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from huggingface_hub import save_torch_state_dict, snapshot_download
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from learner.model import DTYPES, PolicyModel, full_tensor, reshard
+from learner.model import DTYPES, PolicyModel, full_tensor
 from learner.step import TrainState
 from olmorl.contract.errors import WorkerError
 
@@ -31,7 +31,7 @@ COPIED_FILES = (  # of the model folder, as they are
 
 def save_checkpoint(state: TrainState, path: Path) -> None:
     """Weights, optimizer, version, counters and random state; collective."""
-    dcp.save(_state_dict(state), checkpoint_id=path)
+    dcp.save(_state_dict(state), storage_writer=dcp.FileSystemWriter(path, overwrite=True))
 
 
 def load_checkpoint(state: TrainState, path: Path) -> int:
@@ -52,7 +52,6 @@ def load_checkpoint(state: TrainState, path: Path) -> int:
 
 
 def _state_dict(state: TrainState) -> dict[str, Any]:
-    reshard(state.policy)
     model, optimizer = get_state_dict(state.policy, state.optimizer)
     progress = {
         "version": torch.tensor(state.version),
@@ -68,7 +67,6 @@ def export_hugging_face(policy: PolicyModel, path: Path, *, source: str, dtype: 
 
     Rank 0 writes; it needs room for the whole model in `dtype`.
     """
-    reshard(policy)
     tensors = {}
     for name, parameter in policy.hugging_face_parameters().items():
         tensor = full_tensor(parameter, dtype=DTYPES[dtype])

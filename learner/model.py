@@ -125,7 +125,7 @@ def shard(policy: PolicyModel, mesh: DeviceMesh, *, compute_dtype: torch.dtype) 
 def reshard(policy: PolicyModel) -> None:
     """Drop the parameters that a forward brought together.
 
-    A forward that no backward follows leaves them standing, and they would outlive the next change of the shards.
+    A forward that no backward follows leaves them standing, a second model in memory.
     """
     for module in policy.modules():
         if isinstance(module, FSDPModule):
@@ -133,7 +133,7 @@ def reshard(policy: PolicyModel) -> None:
 
 
 def full_tensor(parameter: Tensor, *, dtype: torch.dtype) -> Tensor:
-    """A sharded parameter whole, on every rank, cast before it travels. Collective; wants a resharded policy."""
+    """A sharded parameter whole, on every rank, cast before it travels. Collective."""
     shard = parameter.detach().to(dtype)
     return shard.full_tensor() if isinstance(shard, DTensor) else shard
 

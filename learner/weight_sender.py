@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from learner.model import DTYPES, PolicyModel, full_tensor, reshard
+from learner.model import DTYPES, PolicyModel, full_tensor
 from olmorl.contract.errors import ModelError, SyncError
 from olmorl.contract.weights import (
     Manifest,
@@ -60,7 +60,6 @@ class WeightSender:
         if self._manifest is None:
             raise SyncError("gather_update was called before plan_updates")
         with self._buckets_lock:
-            reshard(self._policy)
             parameters = self._policy.hugging_face_parameters()
             for bucket in self._manifest.buckets:
                 for spec, offset in zip(bucket.tensors, bucket.offsets, strict=True):

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from learner.pack import pack
@@ -51,12 +52,13 @@ def test_scores_are_raw_logprobs_in_any_run_of_sequences(
         np.testing.assert_allclose(np.concatenate(scores), np.concatenate(expected), atol=1e-4)
 
 
-def test_scoring_leaves_no_old_weights_behind(
+def test_scoring_leaves_no_whole_and_no_old_weights_behind(
     config: LearnerConfig, samples: list[TrainSample], tmp_path: Path
 ) -> None:
     request = ScoreRequest(sequences=(np.arange(3, 20, dtype=np.int32),))
     trainer = Trainer(config, device=CPU)
     start = trainer.score(request)[0]
+    assert all(isinstance(parameter, DTensor) for parameter in trainer.policy.parameters())
     trainer.save(str(tmp_path / "start"))
     trainer.train_step(batch_of(samples, 0))
     assert np.abs(trainer.score(request)[0] - start).max() > 1e-4
