@@ -1,4 +1,4 @@
-"""Supervised steps: how the quickstart's weak policy is made. Deterministic given the seed, on one thread."""
+"""Supervised steps: how the quickstart's weak policy is made. Deterministic given the seed: on one thread."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -19,6 +19,7 @@ def warm_up(
     config: PretrainedConfig, batches: Callable[[int], Sequence[Example]], *, steps: int, lr: float, seed: int
 ) -> PreTrainedModel:
     """A new model of `config`, trained on the answers of `batches(step)`; cosine learning rate after a short rise."""
+    torch.set_num_threads(1)  # sums over several threads come out in any order
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.0)

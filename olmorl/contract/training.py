@@ -4,7 +4,7 @@ N is the number of tokens of a packed micro-batch, D its documents (one document
 Position t of every array speaks of token t: `behaviour_logprobs[t]` is the logprob under which token t was drawn.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -91,5 +91,3 @@ class LearnerConfig:
     max_nonfinite_steps: int = 3
     seed: int = 0
     wire_dtype: str = "float32"
-    bucket_bytes: int = 64 << 20
-    canary: ScoreRequest | None = field(default=None)

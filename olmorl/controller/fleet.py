@@ -100,7 +100,6 @@ def _learner_config(config: Config, placement: Placement) -> LearnerConfig:
         max_grad_norm=optim.max_grad_norm,
         seed=config.run.seed,
         wire_dtype=resolve_dtype(config, placement.inference_device),
-        bucket_bytes=config.sync.bucket_mb << 20,
     )
 
 

@@ -11,12 +11,11 @@ from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 
-import torch
 from transformers import Olmo2Config, PreTrainedTokenizerFast
 
 from learner.warm_up import Example, warm_up
 from olmorl.quickstart.chain_sums import Problem, distinct_problems, problem, worked_answer
-from olmorl.quickstart.tokenizer import BOS, EOS, PAD, build_tokenizer
+from olmorl.quickstart.tokenizer import BOS, EOS, PAD, SYMBOLS, build_tokenizer
 
 STEPS, CLEAN_STEPS, BATCH = 600, 400, 32
 GIVE_UP = 0.15
@@ -28,18 +27,17 @@ NUM_TRAIN, NUM_HELD_OUT = 4000, 200
 
 def build(folder: Path, *, seed: int = 0) -> None:
     """Write `folder`/model, `folder`/train.jsonl and `folder`/held_out.jsonl."""
-    torch.set_num_threads(1)
     tokenizer = build_tokenizer()
-    model = warm_up(model_config(tokenizer), lambda step: _batch(tokenizer, seed, step), steps=STEPS, lr=LR, seed=seed)
+    model = warm_up(model_config(), lambda step: _batch(tokenizer, seed, step), steps=STEPS, lr=LR, seed=seed)
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     write_problems(folder / "train.jsonl", islice(distinct_problems(TRAIN_SEED, "train"), NUM_TRAIN))
     write_problems(folder / "held_out.jsonl", islice(distinct_problems(HELD_OUT_SEED, "held_out"), NUM_HELD_OUT))
 
 
-def model_config(tokenizer: PreTrainedTokenizerFast) -> Olmo2Config:
+def model_config() -> Olmo2Config:
     return Olmo2Config(
-        vocab_size=len(tokenizer),
+        vocab_size=len(SYMBOLS),
         hidden_size=WIDTH,
         intermediate_size=MLP_WIDTH,
         num_hidden_layers=LAYERS,
@@ -50,9 +48,9 @@ def model_config(tokenizer: PreTrainedTokenizerFast) -> Olmo2Config:
         rms_norm_eps=1e-6,
         initializer_range=WIDTH**-0.5,
         tie_word_embeddings=False,
-        pad_token_id=tokenizer.convert_tokens_to_ids(PAD),
-        bos_token_id=tokenizer.convert_tokens_to_ids(BOS),
-        eos_token_id=tokenizer.convert_tokens_to_ids(EOS),
+        pad_token_id=SYMBOLS.index(PAD),
+        bos_token_id=SYMBOLS.index(BOS),
+        eos_token_id=SYMBOLS.index(EOS),
     )
 
 
