@@ -88,7 +88,7 @@ def plan_buckets(specs: Iterable[TensorSpec], *, bucket_bytes: int = 64 << 20) -
 
 def tensor_checksum(data: np.ndarray) -> int:
     """CRC-32 of one tensor's bytes; `data` is its contiguous buffer viewed as uint8. Releases the GIL."""
-    return zlib.crc32(data)
+    return zlib.crc32(data.data)
 
 
 def combine_checksums(checksums: Mapping[str, int], specs: Iterable[TensorSpec]) -> str:
