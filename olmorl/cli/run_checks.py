@@ -1,14 +1,14 @@
 """Is what one config asks for really there: model, data, devices?"""
 
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from olmorl.cli.finding import Finding
+from olmorl.cli.shadowed import find_shadowed
 from olmorl.config.load import load_config
 from olmorl.config.schema import Config
-from olmorl.contract.errors import ConfigError, DataError, PlacementError
+from olmorl.contract.errors import ConfigError, DataError, ModelError, PlacementError
 from olmorl.controller.placement import count_gpus, plan_placement
 from olmorl.data.dialect import read_example
 from olmorl.data.rows import read_rows
@@ -21,7 +21,8 @@ def check_run(config_path: Path) -> Iterator[Finding]:
         yield Finding("fail", str(error))
         return
     yield Finding("ok", f"{config_path} is a valid config")
-    yield check_model(config.model.path)
+    if not find_shadowed():  # the engine says which models it knows
+        yield check_model(config.model.path)
     files = [*config.data.train, *([config.eval.data] if config.eval.data else [])]
     for file in files:
         yield check_data(Path(file))
@@ -38,11 +39,13 @@ def check_model(path: str) -> Finding:
         missing.append("*.safetensors")
     if missing:
         return Finding("fail", f"model folder {path} lacks {', '.join(missing)}", "point model.path at a whole one")
+    from inference.model.architecture import read_architecture
+
     try:
-        model_type = json.loads((folder / "config.json").read_text()).get("model_type")
-    except (OSError, ValueError, AttributeError) as error:
-        return Finding("fail", f"{folder / 'config.json'} cannot be read: {error}", "copy the model folder anew")
-    return Finding("ok", f"model {path} ({model_type})")
+        read_architecture(folder)
+    except ModelError as error:
+        return Finding("fail", f"model: {error}", "choose another model, or copy the model folder anew")
+    return Finding("ok", f"model {path}")
 
 
 def check_data(path: Path) -> Finding:

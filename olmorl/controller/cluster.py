@@ -10,14 +10,16 @@ import faulthandler
 import importlib
 import logging
 import os
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from olmorl.contract.errors import OlmoRLError, PlacementError, WorkerError
-from olmorl.controller.placement import Placement
+from olmorl.controller.placement import Placement, count_gpus
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +95,16 @@ class Remote:
             raise WorkerError(f"{self.name} died during {method}(): {reason}") from None
 
 
+def check_placement(placement: Placement, *, address: str | None) -> None:
+    """Raises PlacementError at once for what this machine can never hold. A running cluster is asked when joined."""
+    if not _is_running(address):
+        placement.check({"CPU": placement.cpus, "GPU": count_gpus()})  # CPUs are ours to declare, see Cluster
+
+
+def _is_running(address: str | None) -> bool:
+    return bool(address or os.environ.get("RAY_ADDRESS"))
+
+
 class Cluster:
     """A Ray cluster that holds the workers of one run. Use as a context manager: leaving it stops them."""
 
@@ -109,33 +121,30 @@ class Cluster:
         import ray
 
         here = os.getcwd()
+        joins = _is_running(self._address)
         self._log_dir.mkdir(parents=True, exist_ok=True)
         # Ray puts the driver's current directory first on the workers' path: a stray inference.py there would
         # shadow the package, so start from the log directory, which holds no Python file.
         os.chdir(self._log_dir)
         try:
-            ray.init(
-                address=self._address or os.environ.get("RAY_ADDRESS"),
-                num_cpus=None if self._is_remote else max(os.cpu_count() or 1, self._placement.cpus),
-                include_dashboard=None if self._is_remote else False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                runtime_env={"env_vars": {"OMP_WAIT_POLICY": "passive", "TOKENIZERS_PARALLELISM": "false"}},
-            )
+            with _interrupts_deferred():
+                ray.init(
+                    address=self._address or os.environ.get("RAY_ADDRESS"),
+                    num_cpus=None if joins else max(os.cpu_count() or 1, self._placement.cpus),
+                    include_dashboard=None if joins else False,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                    runtime_env={"env_vars": {"OMP_WAIT_POLICY": "passive", "TOKENIZERS_PARALLELISM": "false"}},
+                )
+            self._place()
         except ConnectionError as error:
             raise PlacementError(f"no Ray cluster answers at {self._address}: {error}") from None
-        finally:
-            os.chdir(here)
-        try:
-            self._place()
         except BaseException:
             self.__exit__()
             raise
+        finally:
+            os.chdir(here)
         return self
-
-    @property
-    def _is_remote(self) -> bool:
-        return bool(self._address or os.environ.get("RAY_ADDRESS"))
 
     def _place(self) -> None:
         import ray
@@ -182,6 +191,33 @@ class Cluster:
         if self._group is not None:
             remove_placement_group(self._group)
         ray.shutdown()
+
+
+@contextlib.contextmanager
+def _interrupts_deferred() -> Iterator[None]:
+    """Ctrl-C waits for the end of the block; a second one does not.
+
+    Ray leaves processes behind when its start is broken off half-way, and it puts a handler of its own on SIGTERM.
+    """
+    caught: list[int] = []
+    handlers: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    deferred = [number for number, handler in handlers.items() if callable(handler)]
+    if threading.current_thread() is not threading.main_thread():
+        deferred = []
+
+    def note(number: int, frame: object) -> None:
+        caught.append(number)
+        signal.signal(number, handlers[number])
+
+    for number in deferred:
+        signal.signal(number, note)
+    try:
+        yield
+    finally:
+        for number in deferred:
+            signal.signal(number, handlers[number])
+    if caught:
+        raise KeyboardInterrupt
 
 
 def _plain(resources: dict[str, float]) -> str:

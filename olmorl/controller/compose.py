@@ -1,8 +1,10 @@
 """Builds a session from its parts: the only place that knows all of them."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from inference.model.architecture import read_architecture
 from olmorl.config.schema import Config
 from olmorl.contract.training import ScoreRequest
 from olmorl.controller.canary import canary_sequences
@@ -35,6 +37,8 @@ class Inputs:
 
 
 def load_inputs(config: Config) -> Inputs:
+    if os.path.isdir(config.model.path):
+        read_architecture(Path(config.model.path))  # refuses a family that the engine does not know
     data, rollout = config.data, config.rollout
     encoder = PromptEncoder(
         load_tokenizer(config.model.path),
@@ -65,9 +69,14 @@ async def compose(
     checkpoint: Path | None,
     cluster: Cluster,
     placement: Placement,
+    scorer: Scorer,
 ) -> Session:
     """Start the workers and join them, from `checkpoint` if there is one."""
-    scorer = await Scorer.start(config.reward, verifiers=inputs.verifiers)
+    stream = PromptStream(inputs.train, seed=config.run.seed, shuffle=config.data.shuffle)
+    version, totals, prompts = 0, Totals(), PromptQueue(stream)
+    if checkpoint is not None:
+        state = DriverState.load(checkpoint, seed=config.run.seed)
+        version, totals, prompts = state.step, state.totals, state.prompts(stream)
     fleet = await start_fleet(config, cluster=cluster, placement=placement)
     service = RolloutService(fleet.engines)
     sync = WeightSync(
@@ -79,12 +88,8 @@ async def compose(
         canary=inputs.canary,
     )
     await sync.connect(fleet.engine_infos[0])
-    stream = PromptStream(inputs.train, seed=config.run.seed, shuffle=config.data.shuffle)
-    version, totals, prompts = 0, Totals(), PromptQueue(stream)
     if checkpoint is not None:
-        state = DriverState.load(checkpoint, seed=config.run.seed)
         await fleet.load(checkpoint / "learner", timeout=config.learner.step_timeout_seconds)
-        version, totals, prompts = state.step, state.totals, state.prompts(stream)
     recorder = Recorder(
         config=config,
         directory=directory,

@@ -7,6 +7,7 @@ import asyncio
 import math
 import time
 from collections.abc import Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 
 import numpy as np
@@ -76,6 +77,7 @@ async def _sample(prompt: Prompt, config: Config, service: RolloutService, score
     )
     scored: list[ScoredSample] = []
     request_id = f"eval/{prompt.prompt_id}"
-    async for samples in service.generate(request_id, prompt.token_ids, params, priority=PRIORITY):
-        scored += await scorer.score(prompt, samples)
+    async with aclosing(service.generate(request_id, prompt.token_ids, params, priority=PRIORITY)) as arrivals:
+        async for samples in arrivals:
+            scored += await scorer.score(prompt, samples)
     return scored

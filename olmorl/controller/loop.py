@@ -14,6 +14,7 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Callable, Iterator
+from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 
@@ -86,9 +87,10 @@ class RolloutLoops:
 
     async def _roll_out_group(self, group: Group) -> None:
         params = training_params(self._config, seed=group.seed)
-        async for samples in self._service.generate(group.prompt.prompt_id, group.prompt.token_ids, params):
-            group.tokens_received += sum(len(sample.token_ids) for sample in samples)
-            group.samples += await self._scorer.score(group.prompt, samples)
+        async with aclosing(self._service.generate(group.prompt.prompt_id, group.prompt.token_ids, params)) as arrivals:
+            async for samples in arrivals:
+                group.tokens_received += sum(len(sample.token_ids) for sample in samples)
+                group.samples += await self._scorer.score(group.prompt, samples)
         group.samples.sort(key=lambda s: s.sample.sample_index)
         self._buffer.finish(group)
         loss = self._config.loss

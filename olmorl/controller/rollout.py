@@ -5,7 +5,8 @@ not the one its request was issued under is dropped and counted.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -18,6 +19,16 @@ POLL_SECONDS = 5.0  # how long a worker may hold a poll open while nothing finis
 ANSWER_SECONDS = 60.0  # beyond that: a worker that stays silent this long is taken for lost
 
 
+@dataclass(slots=True)
+class _Issued:
+    """A request that a worker has, or will get."""
+
+    lease: int
+    missing: int
+    """samples not received yet"""
+    inbox: asyncio.Queue[RolloutSample] = field(default_factory=asyncio.Queue)
+
+
 class RolloutService:
     """Samples from the inference workers. `run()` must be running for anything to come back."""
 
@@ -26,9 +37,9 @@ class RolloutService:
         self._router = Router(list(self._workers))
         self._outboxes: dict[str, list[RolloutRequest]] = {name: [] for name in self._workers}
         self._outbox_filled = Changed()
-        self._inboxes: dict[str, asyncio.Queue[RolloutSample]] = {}
-        self._leases: dict[str, int] = {}
+        self._issued: dict[str, _Issued] = {}
         self._next_lease = 0
+        self._received = Changed()
         self._open = True
         self._gate = Changed()
         self.stats: dict[str, dict[str, float]] = {name: {} for name in self._workers}
@@ -38,19 +49,17 @@ class RolloutService:
 
     async def generate(
         self, request_id: str, prompt_token_ids: np.ndarray, params: SamplingParams, *, priority: int = 0
-    ) -> AsyncIterator[list[RolloutSample]]:
-        """Yields the params.n samples of one prompt as they finish, some at a time."""
+    ) -> AsyncGenerator[list[RolloutSample], None]:
+        """Yields the params.n samples of one prompt as they finish, some at a time. Who may stop early closes it."""
         await self._gate.until(lambda: self._open or priority < 0)
-        assert request_id not in self._inboxes, f"request {request_id} is already in flight"
+        assert request_id not in self._issued, f"request {request_id} is already in flight"
         worker = self._router.pick(params.n)
-        lease = self._next_lease = self._next_lease + 1
-        inbox: asyncio.Queue[RolloutSample] = asyncio.Queue()
-        self._inboxes[request_id] = inbox
-        self._leases[request_id] = lease
+        self._next_lease += 1
+        issued = self._issued[request_id] = _Issued(self._next_lease, params.n)
         self._outboxes[worker].append(
             RolloutRequest(
                 request_id=request_id,
-                lease=lease,
+                lease=issued.lease,
                 prompt_token_ids=prompt_token_ids,
                 params=params,
                 sample_indices=tuple(range(params.n)),
@@ -58,18 +67,19 @@ class RolloutService:
             )
         )
         self._outbox_filled.notify()
-        missing = params.n
+        undelivered = params.n
         try:
-            while missing:
-                samples = [await inbox.get()]
-                while not inbox.empty():
-                    samples.append(inbox.get_nowait())
-                missing -= len(samples)
+            while undelivered:
+                samples = [await issued.inbox.get()]
+                while not issued.inbox.empty():
+                    samples.append(issued.inbox.get_nowait())
+                undelivered -= len(samples)
                 self._undelivered_tokens -= sum(len(sample.token_ids) for sample in samples)
                 yield samples
         finally:
             self._router.finished(worker, params.n)
-            del self._inboxes[request_id], self._leases[request_id]
+            del self._issued[request_id]
+            self._received.notify()
 
     @property
     def undelivered_tokens(self) -> int:
@@ -83,6 +93,10 @@ class RolloutService:
     def release(self) -> None:
         self._open = True
         self._gate.notify()
+
+    async def idle(self) -> None:
+        """Wait until no sample is asked for: also none on its way to a worker, which a worker could not tell."""
+        await self._received.until(lambda: not self.in_flight)
 
     async def run(self) -> None:
         """Consumes outboxes and worker polls, produces samples; waits for workers; runs until cancelled."""
@@ -104,17 +118,20 @@ class RolloutService:
             reply: DrainReply = await worker.call("drain", POLL_SECONDS, timeout=POLL_SECONDS + ANSWER_SECONDS)
             self.stats[worker.name] = reply.stats
             for sample in reply.samples:
-                if self._leases.get(sample.request_id) != sample.lease:
+                issued = self._issued.get(sample.request_id)
+                if issued is None or issued.lease != sample.lease:
                     self.late_samples += 1
                     continue
+                issued.missing -= 1
                 self.tokens_received += len(sample.token_ids)
                 self._undelivered_tokens += len(sample.token_ids)
-                self._inboxes[sample.request_id].put_nowait(sample)
+                issued.inbox.put_nowait(sample)
+            self._received.notify()
 
     @property
     def in_flight(self) -> list[str]:
         """Ids of the requests whose samples are not all in."""
-        return list(self._inboxes)
+        return [request_id for request_id, issued in self._issued.items() if issued.missing]
 
     async def abort(self, request_ids: list[str]) -> None:
         """Tell the workers to give up these requests; what they had so far arrives late and is dropped."""

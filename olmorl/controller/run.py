@@ -5,20 +5,23 @@ between two calls. `train()` is the whole run; `next_batch`, `train_step`, `publ
 """
 
 import asyncio
+import logging
 import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from olmorl.config.dump import dump_toml
 from olmorl.config.schema import Config
-from olmorl.controller.cluster import Cluster
+from olmorl.controller.cluster import Cluster, check_placement
 from olmorl.controller.compose import compose, load_inputs
 from olmorl.controller.loop import Batch
 from olmorl.controller.placement import plan_placement
 from olmorl.controller.run_directory import RunDirectory, write_atomically, write_json
+from olmorl.controller.scoring import Scorer
 from olmorl.controller.session import Session
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 
 class Run:
@@ -40,6 +43,7 @@ class Run:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="driver loops", daemon=True)
         self._cluster: Cluster | None = None
+        self._scorer: Scorer | None = None
         self._session: Session | None = None
 
     def __enter__(self) -> "Run":
@@ -49,7 +53,13 @@ class Run:
         self.close()
 
     def train(self) -> dict[str, Any]:
-        """The whole run, from where it stands to run.steps. Returns what summary.json holds."""
+        """The whole run, from where it stands to run.steps. Returns what summary.json holds.
+
+        A run that is already finished is left as it is: nothing starts.
+        """
+        if self._resume and (summary := self._directory.finished(self.config.run.steps)) is not None:
+            log.warning("%s is finished already", self._directory.path)
+            return summary
         reason = "interrupted"
         try:
             self.start()
@@ -72,6 +82,9 @@ class Run:
         config, directory = self.config, self._directory
         inputs = load_inputs(config)
         placement = plan_placement(config)
+        check_placement(placement, address=config.cluster.address)
+        self._thread.start()
+        self._scorer = self._do(Scorer.start(config.reward, verifiers=inputs.verifiers))
         attempt, checkpoint = directory.prepare(resume=self._resume)
         write_atomically(directory.config_file, dump_toml(config))
         self._cluster = Cluster(
@@ -81,7 +94,6 @@ class Run:
             start_timeout=config.cluster.start_timeout_seconds,
         )
         self._cluster.__enter__()
-        self._thread.start()
         self._session = self._do(
             compose(
                 config,
@@ -91,6 +103,7 @@ class Run:
                 checkpoint=checkpoint,
                 cluster=self._cluster,
                 placement=placement,
+                scorer=self._scorer,
             )
         )
         self._do(self._session.start())
@@ -118,17 +131,30 @@ class Run:
 
     def close(self) -> None:
         """Stop loops, workers and verifiers; safe to call at any time, and twice."""
-        session, self._session = self._session, None
-        if session is not None:
-            self._do(session.close())
-        cluster, self._cluster = self._cluster, None
-        if cluster is not None:
-            cluster.__exit__()
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-        if not self._loop.is_running():
+        try:
+            if self._thread.is_alive():
+                self._do(self._stop())
+        finally:
+            cluster, self._cluster = self._cluster, None
+            if cluster is not None:
+                cluster.__exit__()
+            if self._thread.is_alive():
+                self._loop.call_soon_threadsafe(self._loop.stop)
+                self._thread.join()
             self._loop.close()
+
+    async def _stop(self) -> None:
+        """Also what an interrupt left behind half done, such as a session that was still being composed."""
+        session, self._session = self._session, None
+        scorer, self._scorer = self._scorer, None
+        if session is not None:
+            await session.close()
+        if scorer is not None:
+            await scorer.close()
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
 
     @property
     def _running(self) -> Session:

@@ -48,7 +48,8 @@ class RunDirectory:
 
         Without `resume`, a directory that already holds a run is refused, so that nothing is overwritten.
         """
-        has_run = self.metrics_file.exists() or (self.path / "checkpoints").exists()
+        has_rows = self.metrics_file.exists() and self.metrics_file.stat().st_size > 0
+        has_run = has_rows or any((self.path / "checkpoints").glob("step_*"))
         if has_run and not resume:
             raise ConfigError(
                 f"{self.path} already holds a run; continue it with --resume, choose another run.name, or remove it"
@@ -63,8 +64,15 @@ class RunDirectory:
         return attempt, checkpoint
 
     def newest_complete(self) -> Path | None:
-        folders = sorted((self.path / "checkpoints").glob("step_*"), reverse=True)
-        return next((folder for folder in folders if (folder / MARKER).exists()), None)
+        return max(self._complete(), key=_step_of, default=None)
+
+    def finished(self, steps: int) -> dict[str, Any] | None:
+        """The summary of a run that has done all its `steps`; None while something of it is left to do."""
+        newest = self.newest_complete()
+        if newest is None or _step_of(newest) < steps or not self.summary_file.exists():
+            return None
+        summary = json.loads(self.summary_file.read_text())
+        return summary if summary["exit_reason"] == "finished" else None
 
     def complete_checkpoint(self, step: int, *, keep: int) -> None:
         """Mark the checkpoint of `step` complete, point `latest` at it, drop all but the newest `keep`."""
@@ -76,10 +84,12 @@ class RunDirectory:
         replacement.unlink(missing_ok=True)
         replacement.symlink_to(folder.name)
         replacement.replace(latest)
-        complete = sorted(f for f in folder.parent.glob("step_*") if (f / MARKER).exists())
-        for old in complete[:-keep]:
+        for old in sorted(self._complete(), key=_step_of)[:-keep]:
             (old / MARKER).unlink()
             shutil.rmtree(old)
+
+    def _complete(self) -> list[Path]:
+        return [folder for folder in (self.path / "checkpoints").glob("step_*") if (folder / MARKER).exists()]
 
     def _set_aside(self, attempt: int, *, beyond: int) -> None:
         """Move rows of steps > `beyond`, and half-written checkpoints, to attempt_<attempt>/."""

@@ -158,12 +158,11 @@ class Session:
         return self._recorder.summary(steps=self.version, exit_reason=exit_reason)
 
     async def close(self) -> None:
-        """Stop everything that still runs in the background, and the verifiers."""
+        """Stop everything that still runs in the background."""
         tasks = [*self._background.values(), *([self._update] if self._update else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._scorer.close()
         self._recorder.close_sinks()
 
     async def _go_live(self, step: Step) -> None:
@@ -205,11 +204,12 @@ class Session:
         task = self._background.pop("rollouts", None)
         if task is None:
             return
-        outstanding = self._buffer.outstanding()
-        self._pending_tokens = self._service.undelivered_tokens + sum(g.tokens_received for g in outstanding)
         given_up = self._service.in_flight
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+        # Counted once every lease is gone: what arrives from here on is late, and was never received.
+        outstanding = self._buffer.outstanding()
+        self._pending_tokens = self._service.undelivered_tokens + sum(g.tokens_received for g in outstanding)
         await self._service.abort(given_up)
 
     async def _all_learners(self, method: str, *args: object) -> None:
@@ -219,13 +219,22 @@ class Session:
     async def _unless_failed(self, work: Coroutine[Any, Any, T] | asyncio.Future[T]) -> T:
         """Await `work`, but raise at once if something in the background fails meanwhile."""
         task = asyncio.ensure_future(work)
-        watched = list(self._background.values())
-        await asyncio.wait([task, *watched], return_when=asyncio.FIRST_COMPLETED)
-        for background in watched:
-            if background.done():
-                task.cancel()
-                raise first_cause(background.exception() or WorkerError("a background loop ended by itself"))
-        return await task
+        try:
+            while True:
+                updates = [self._update] if self._update is not None and not self._update.done() else []
+                await asyncio.wait([task, *self._background.values(), *updates], return_when=asyncio.FIRST_COMPLETED)
+                self._raise_failure()
+                if task.done():
+                    return task.result()
+        finally:
+            task.cancel()
+
+    def _raise_failure(self) -> None:
+        for loop in self._background.values():
+            if loop.done():
+                raise first_cause(loop.exception() or WorkerError("a background loop ended by itself"))
+        if self._update is not None and self._update.done() and (error := self._update.exception()) is not None:
+            raise first_cause(error)
 
 
 async def gather(calls: list[Coroutine[Any, Any, T]]) -> list[T]:

@@ -19,8 +19,6 @@ from olmorl.contract.weights import CommitReport, Manifest, SendReport, SyncGrou
 from olmorl.controller.cluster import Remote
 from olmorl.controller.rollout import RolloutService
 
-DRAIN_POLL_SECONDS = 5.0
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateReport:
@@ -95,7 +93,7 @@ class WeightSync:
         stalls = 0.0
         if mode == "drain":
             self._service.hold()
-            await self._wait_idle()
+            await self._service.idle()
         stopped = time.perf_counter()
         if mode != "inflight":
             await _all(self._engines, "pause", timeout=self._section.timeout_seconds)
@@ -138,17 +136,6 @@ class WeightSync:
                     f"the learner sent {expected}"
                 )
         return sent, commits
-
-    async def _wait_idle(self) -> None:
-        while not all(
-            await _all(
-                self._engines,
-                "wait_idle",
-                DRAIN_POLL_SECONDS,
-                timeout=DRAIN_POLL_SECONDS + self._section.timeout_seconds,
-            )
-        ):
-            pass
 
     async def _compare_canary(self) -> tuple[float | None, float | None]:
         if self._canary is None or self._canary_logprobs is None:

@@ -69,11 +69,14 @@ def _status(metrics: Mapping[str, float]) -> str:
 
 
 def _evaluations(step: int, metrics: Mapping[str, float]) -> list[str]:
-    return [
-        f"eval at step {step}: {name.removeprefix('eval/')} {value:.3f}"
-        for name, value in sorted(metrics.items())
-        if name.startswith("eval/")
-    ]
+    lines = []
+    for name, value in sorted(metrics.items()):
+        is_same_number = name.endswith("/pass_at_k") and value == metrics.get(
+            f"{name.removesuffix('/pass_at_k')}/avg_at_k"
+        )
+        if name.startswith("eval/") and not is_same_number:  # which it is with one sample a prompt
+            lines.append(f"eval at step {step}: {name.removeprefix('eval/')} {value:.3f}")
+    return lines
 
 
 def _duration(seconds: float) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import resource
+import shutil
 import socket
 import subprocess
 import sys
@@ -24,12 +25,8 @@ def only(findings: list[Finding], status: str) -> list[str]:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "config.json").write_text('{"model_type": "olmo2"}')
-    (folder / "tokenizer.json").write_text("{}")
-    (folder / "model.safetensors").write_bytes(b"")
-    return folder
+    committed = Path(__file__).parents[2] / "configs" / "quickstart" / "model"
+    return Path(shutil.copytree(committed, tmp_path / "model"))
 
 
 def write_config(tmp_path: Path, model: Path, data: Path) -> Path:
@@ -122,7 +119,9 @@ def test_models(model: Path, tmp_path: Path) -> None:
     assert run_checks.check_model(str(model)).status == "ok"
     assert run_checks.check_model("allenai/no-folder-here").status == "warn"
     (model / "config.json").write_text("{")
-    assert "cannot be read" in run_checks.check_model(str(model)).what
+    assert "not readable as JSON" in run_checks.check_model(str(model)).what
+    (model / "config.json").write_text('{"model_type": "gpt2"}')
+    assert "supported are llama, olmo2" in run_checks.check_model(str(model)).what
     (model / "model.safetensors").unlink()
     assert "lacks *.safetensors" in run_checks.check_model(str(model)).what
 
