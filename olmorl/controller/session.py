@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 from learner.pack import pack
 from olmorl.config.schema import Config
-from olmorl.contract.errors import WorkerError
 from olmorl.controller.admission import train_samples
+from olmorl.controller.background import Background
 from olmorl.controller.buffer import RolloutBuffer
 from olmorl.controller.evaluate import Evaluation, evaluate
 from olmorl.controller.fleet import Fleet
@@ -67,8 +67,7 @@ class Session:
             version=version,
             on_dropped=recorder.dropped,
         )
-        self._background: dict[str, asyncio.Task[None]] = {}
-        self._update: asyncio.Task[None] | None = None
+        self._background = Background()
         self._step = Step(number=version)
         self._state: DriverState | None = None
         self._times = StepTimes()
@@ -77,14 +76,14 @@ class Session:
 
     async def start(self) -> None:
         """Send the first update, evaluate the policy as it is, and let the loops run."""
-        self._background["service"] = asyncio.create_task(self._service.run())
-        await self._unless_failed(self._sync.snapshot(self.version))
-        await self._unless_failed(self._go_live(self._step))
-        self._background["rollouts"] = asyncio.create_task(self._loops.run())
+        self._background.start_loop("service", self._service.run())
+        await self._background.unless_failed(self._sync.snapshot(self.version))
+        await self._background.unless_failed(self._go_live(self._step))
+        self._background.start_loop("rollouts", self._loops.run())
 
     async def next_batch(self) -> Batch:
         started = time.perf_counter()
-        batch = await self._unless_failed(self._loops.next_batch())
+        batch = await self._background.unless_failed(self._loops.next_batch())
         self._times.wait_for_batch = time.perf_counter() - started
         self._times.wait_for_straggler = batch.seconds_waited_for_straggler
         return batch
@@ -104,7 +103,7 @@ class Session:
             learner.call("train_step", rank_batch, timeout=deadline)
             for learner, rank_batch in zip(self._fleet.learners, rank_batches, strict=True)
         ]
-        reports = await self._unless_failed(gather(calls))
+        reports = await self._background.unless_failed(gather(calls))
         # From here on nothing awaits: the step's groups and the captured state speak of one instant.
         self._times.train = time.perf_counter() - started
         self._times.reward = self._scorer.drain_seconds()
@@ -122,14 +121,12 @@ class Session:
         self._times.wait_for_policy = time.perf_counter() - started
         if self.version == self._config.run.steps:
             await self._stop_rollouts()
-        await self._unless_failed(self._sync.snapshot(self.version))
-        self._update = asyncio.create_task(self._go_live(self._step))
+        await self._background.unless_failed(self._sync.snapshot(self.version))
+        self._background.start_job(self._go_live(self._step))
 
     async def settle(self) -> None:
         """Wait until the update under way is live and its row is written."""
-        if self._update is not None:
-            await self._unless_failed(self._update)
-            self._update = None
+        await self._background.finish_job()
 
     async def checkpoint(self) -> None:
         """Save weights, optimizer and driver state of the step just trained, if one is due."""
@@ -159,10 +156,7 @@ class Session:
 
     async def close(self) -> None:
         """Stop everything that still runs in the background."""
-        tasks = [*self._background.values(), *([self._update] if self._update else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._background.close()
         self._recorder.close_sinks()
 
     async def _go_live(self, step: Step) -> None:
@@ -201,12 +195,10 @@ class Session:
 
     async def _stop_rollouts(self) -> None:
         """No more training prompts: what is under way is given up, its tokens counted at this instant."""
-        task = self._background.pop("rollouts", None)
-        if task is None:
+        if not self._background.runs("rollouts"):
             return
         given_up = self._service.in_flight
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await self._background.stop_loop("rollouts")
         # Counted once every lease is gone: what arrives from here on is late, and was never received.
         outstanding = self._buffer.outstanding()
         self._pending_tokens = self._service.undelivered_tokens + sum(g.tokens_received for g in outstanding)
@@ -214,35 +206,10 @@ class Session:
 
     async def _all_learners(self, method: str, *args: object) -> None:
         deadline = self._config.learner.step_timeout_seconds
-        await self._unless_failed(gather([x.call(method, *args, timeout=deadline) for x in self._fleet.learners]))
-
-    async def _unless_failed(self, work: Coroutine[Any, Any, T] | asyncio.Future[T]) -> T:
-        """Await `work`, but raise at once if something in the background fails meanwhile."""
-        task = asyncio.ensure_future(work)
-        try:
-            while True:
-                updates = [self._update] if self._update is not None and not self._update.done() else []
-                await asyncio.wait([task, *self._background.values(), *updates], return_when=asyncio.FIRST_COMPLETED)
-                self._raise_failure()
-                if task.done():
-                    return task.result()
-        finally:
-            task.cancel()
-
-    def _raise_failure(self) -> None:
-        for loop in self._background.values():
-            if loop.done():
-                raise first_cause(loop.exception() or WorkerError("a background loop ended by itself"))
-        if self._update is not None and self._update.done() and (error := self._update.exception()) is not None:
-            raise first_cause(error)
+        await self._background.unless_failed(
+            gather([x.call(method, *args, timeout=deadline) for x in self._fleet.learners])
+        )
 
 
 async def gather(calls: list[Coroutine[Any, Any, T]]) -> list[T]:
     return list(await asyncio.gather(*calls))
-
-
-def first_cause(error: BaseException) -> BaseException:
-    """The exception inside the groups that nested task groups wrap around it."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

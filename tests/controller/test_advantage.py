@@ -17,6 +17,8 @@ def test_leave_one_out_compares_with_the_others() -> None:
     np.testing.assert_allclose(advantages([3, 0, 0], kind="leave_one_out"), [3, -1.5, -1.5])
 
 
-@pytest.mark.parametrize("rewards, signal", [([1, 1], False), ([0, 0, 0], False), ([1], False), ([], False), ([0, 1], True)])
+@pytest.mark.parametrize(
+    "rewards, signal", [([1, 1], False), ([0, 0, 0], False), ([1], False), ([], False), ([0, 1], True)]
+)
 def test_signal_needs_two_different_rewards(rewards: list[float], signal: bool) -> None:
     assert carries_signal(rewards) is signal

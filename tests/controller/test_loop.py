@@ -1,0 +1,170 @@
+"""The loops against a real engine and real verifiers: batches with signal come, every token is accounted for."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from olmorl.config.schema import Config
+from olmorl.contract.errors import SyncError
+from olmorl.controller.background import Background
+from olmorl.controller.buffer import RolloutBuffer
+from olmorl.controller.compose import Inputs
+from olmorl.controller.evaluate import evaluate
+from olmorl.controller.group import Fate, Group, State
+from olmorl.controller.loop import RolloutLoops, request_seed
+from olmorl.controller.resume import PromptQueue
+from olmorl.controller.rollout import RolloutService
+from olmorl.controller.scoring import Scorer
+from olmorl.data.stream import PromptStream
+
+MakeConfig = Callable[..., Config]
+
+
+class Driver:
+    """What a session is made of, without learners."""
+
+    def __init__(self, config: Config, inputs: Inputs, service: RolloutService, scorer: Scorer) -> None:
+        self.config, self.inputs, self.service, self.scorer = config, inputs, service, scorer
+        self.dropped: list[Group] = []
+        self.buffer = RolloutBuffer(
+            groups_per_batch=config.rollout.prompts_per_step,
+            async_steps=config.rollout.async_steps,
+            window=config.rollout.staleness_window,
+        )
+        self.loops = RolloutLoops(
+            config=config,
+            buffer=self.buffer,
+            prompts=PromptQueue(PromptStream(inputs.train, seed=config.run.seed)),
+            service=service,
+            scorer=scorer,
+            version=0,
+            on_dropped=self.dropped.append,
+        )
+        self.background = Background()
+
+
+def drive(config: Config, inputs: Inputs, engine: Any, scenario: Callable[[Driver], Awaitable[None]]) -> None:
+    async def main() -> None:
+        scorer = await Scorer.start(config.reward, verifiers=inputs.verifiers)
+        driver = Driver(config, inputs, RolloutService([engine]), scorer)
+        driver.background.start_loop("service", driver.service.run())
+        try:
+            await asyncio.wait_for(scenario(driver), 60)
+        finally:
+            await driver.background.close()
+            await scorer.close()
+
+    asyncio.run(main())
+
+
+def test_batches_come_and_every_received_token_is_somewhere(
+    quickstart_config: MakeConfig, inputs: Inputs, engine: Any
+) -> None:
+    async def scenario(driver: Driver) -> None:
+        driver.background.start_loop("rollouts", driver.loops.run())
+        trained: list[Group] = []
+        for version in range(4):
+            batch = await driver.background.unless_failed(driver.loops.next_batch())
+            assert batch.version == version and len(batch.groups) == 2
+            for group in batch.groups:
+                assert {s.fate for s in group.samples} == {Fate.TRAINED}
+                assert [s.sample.sample_index for s in group.samples] == [0, 1, 2, 3]
+                assert len({s.reward for s in group.samples}) > 1, "a group without signal is in the batch"
+                assert group.seed == request_seed(0, group.prompt)
+            driver.loops.trained(batch)
+            driver.loops.published(version + 1)
+            trained += batch.groups
+        await driver.background.stop_loop("rollouts")
+        open_groups = driver.buffer.outstanding()
+        received = driver.service.undelivered_tokens + sum(
+            g.tokens_received for g in [*trained, *driver.dropped, *open_groups]
+        )
+        assert received == driver.service.tokens_received
+        positions = [g.prompt.position for g in [*trained, *driver.dropped, *open_groups]]
+        assert sorted(positions) == list(range(len(positions))), "an occurrence is in two places, or in none"
+        assert all(s.fate is Fate.ZERO_VARIANCE for g in driver.dropped for s in g.samples)
+        assert driver.service.in_flight == [], "a lease outlived its loop"
+
+    drive(quickstart_config(), inputs, engine, scenario)
+
+
+def test_without_active_sampling_the_oldest_groups_are_trained_as_they_are(
+    quickstart_config: MakeConfig, inputs: Inputs, engine: Any
+) -> None:
+    async def scenario(driver: Driver) -> None:
+        driver.background.start_loop("rollouts", driver.loops.run())
+        positions: list[int] = []
+        for version in range(3):
+            batch = await driver.background.unless_failed(driver.loops.next_batch())
+            positions += [group.prompt.position for group in batch.groups]
+            driver.loops.trained(batch)
+            driver.loops.published(version + 1)
+        assert sorted(positions) == list(range(6)) and not driver.dropped
+
+    config = quickstart_config("rollout.active_sampling=false", "rollout.async_steps=0")
+    drive(config, inputs, engine, scenario)
+
+
+def test_a_synchronous_run_admits_nothing_before_the_update_is_live(
+    quickstart_config: MakeConfig, inputs: Inputs, engine: Any
+) -> None:
+    async def scenario(driver: Driver) -> None:
+        driver.background.start_loop("rollouts", driver.loops.run())
+        batch = await driver.background.unless_failed(driver.loops.next_batch())
+        driver.loops.trained(batch)
+        await asyncio.sleep(0)
+        assert {group.state for group in driver.buffer.groups} == {State.TRAINED}
+        driver.loops.published(1)
+        second = await driver.background.unless_failed(driver.loops.next_batch())
+        assert all(group.admitted_version == 1 for group in second.groups)
+
+    config = quickstart_config("rollout.active_sampling=false", "rollout.async_steps=0")
+    drive(config, inputs, engine, scenario)
+
+
+def test_a_verifier_that_fails_costs_samples_and_not_the_run(
+    quickstart_config: MakeConfig, inputs: Inputs, engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = """
+from itertools import count
+calls = count()
+def judge(completion, truth, prompt):
+    return 1 / (next(calls) % 4)  # fails once in four
+"""
+    (tmp_path / "half_broken.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    async def scenario(driver: Driver) -> None:
+        driver.background.start_loop("rollouts", driver.loops.run())
+        batch = await driver.background.unless_failed(driver.loops.next_batch())
+        samples = [s for group in batch.groups for s in group.samples]
+        assert {s.fate for s in samples if s.reward is None} == {Fate.ERROR}
+        assert any("ZeroDivisionError" in s.detail for s in samples)
+
+    config = quickstart_config("reward.verifier=half_broken:judge", "rollout.active_sampling=false")
+    broken = Inputs(inputs.train, inputs.eval, ("half_broken:judge",), inputs.canary)
+    drive(config, broken, engine, scenario)
+
+
+def test_evaluation_is_reproducible_and_of_one_version(
+    quickstart_config: MakeConfig, inputs: Inputs, engine: Any
+) -> None:
+    async def scenario(driver: Driver) -> None:
+        async def measure(version: int) -> Any:
+            return await evaluate(
+                inputs.eval, config=driver.config, service=driver.service, scorer=driver.scorer, version=version
+            )
+
+        alone = await driver.background.unless_failed(measure(0))
+        driver.background.start_loop("rollouts", driver.loops.run())
+        in_company = await driver.background.unless_failed(measure(0))
+        assert (alone.avg_at_k, alone.num_tokens) == (in_company.avg_at_k, in_company.num_tokens)
+        assert (alone.num_prompts, alone.k, alone.num_unscored) == (4, 2, 0)
+        assert alone.avg_at_k <= alone.pass_at_k
+        with pytest.raises(SyncError, match=r"evaluation of version 1 met tokens of version \[0\]"):
+            await driver.background.unless_failed(measure(1))
+
+    drive(quickstart_config("eval.samples_per_prompt=2"), inputs, engine, scenario)
