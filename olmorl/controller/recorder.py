@@ -126,8 +126,7 @@ class Recorder:
             step_metrics.add_training(
                 bag, step.reports, peak_flops=self._fleet.learner_peak_flops, seconds=step.times.step
             )
-            trained = sum(len(s.sample.token_ids) for g in step.groups for s in g.samples if s.advantage)
-            bag.add("throughput/goodput", trained / step.times.step)
+            step_metrics.add_progress(bag, step.groups, seconds=step.times.step)
         if evaluation is not None:
             step_metrics.add_evaluation(bag, evaluation)
         totals = self.totals

@@ -53,6 +53,13 @@ def add_rollouts(bag: MetricBag, groups: Sequence[Group], *, version: int) -> No
         bag.add("reward/zero_variance_fraction", float(no_signal))
 
 
+def add_progress(bag: MetricBag, groups: Sequence[Group], *, seconds: float) -> None:
+    trained = [s for group in groups for s in group.samples if s.fate is Fate.TRAINED]
+    bag.add("throughput/trained_tokens_per_second", sum(len(s.sample.token_ids) for s in trained) / seconds)
+    bag.add("throughput/goodput", sum(len(s.sample.token_ids) for s in trained if s.advantage) / seconds)
+    bag.add("progress/epoch", max(group.prompt.epoch for group in groups), reduce="max")
+
+
 def add_engines(bag: MetricBag, before: Stats, after: Stats, *, peaks: Mapping[str, Peak], seconds: float) -> None:
     """Throughput and engine counters between two snapshots, over `seconds` of wall time."""
     total = {name: sum(since(before.get(w, {}), after[w], name) for w in after) for name in _COUNTERS}

@@ -1,0 +1,72 @@
+"""What a user gets wrong is one message, exit code 2, before any worker starts, and leaves no run in the way."""
+
+import json
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SECONDS = 30.0  # no Ray, no worker: a few seconds on a machine at rest
+
+Prepare = Callable[[Path, Path], list[str]]  # folder to write in, the quickstart's model -> overrides
+
+
+def model_of_another_family(folder: Path, model: Path) -> list[str]:
+    shutil.copytree(model, folder / "gpt2")
+    (folder / "gpt2" / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    return ["model.path=gpt2"]
+
+
+def data(text: str) -> Prepare:
+    def write(folder: Path, model: Path) -> list[str]:
+        (folder / "mine.jsonl").write_text(text)
+        return ["data.train=mine.jsonl"]
+
+    return write
+
+
+def broken_verifier(folder: Path, model: Path) -> list[str]:
+    (folder / "my_verifier.py").write_text("def judge(completion, truth, prompt): return 1.0\n")
+    return ["reward.verifier=my_verifier:jugde"]
+
+
+def overrides(*texts: str) -> Prepare:
+    return lambda folder, model: list(texts)
+
+
+CASES: dict[str, tuple[Prepare, str]] = {
+    "unknown key": (overrides("rollout.prompts_per_stop=3"), "prompts_per_step"),
+    "missing model": (overrides("model.path=./no/such/model"), "no/such/model: no such model folder"),
+    "hub model out of reach": (overrides("model.path=nobody/nothing"), "not to be had from the hub"),
+    "unsupported family": (model_of_another_family, "'gpt2'; supported are llama, olmo2, olmo3, qwen2, qwen3"),
+    "missing data": (overrides("data.train=nowhere.jsonl"), "nowhere.jsonl: no such data file"),
+    "empty data": (data(""), "mine.jsonl: the file holds no rows"),
+    "missing columns": (data('{"text": "1+1="}\n'), "mine.jsonl:1"),
+    "prompts all too long": (overrides("rollout.max_prompt_tokens=3"), "raise rollout.max_prompt_tokens"),
+    "impossible placement": (overrides("inference.device=cuda", "inference.workers=2"), "2 missing"),
+    "unknown verifier": (overrides("reward.verifier=gsm9k"), "did you mean 'gsm8k'"),
+    "broken verifier": (broken_verifier, "did you mean 'judge'"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_message_exit_code_2_and_nothing_started(case: str, command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    prepare, says = CASES[case]
+    settings = prepare(command.folder, command.config.parent / "quickstart" / "model")
+    started = time.monotonic()
+    out, err = command.run("run.steps=1", *settings, code=2)
+    assert time.monotonic() - started < SECONDS
+    assert says in err and err.startswith("error: ") and "Traceback" not in err, err
+    assert len(err.splitlines()) <= 3 and out == "", err
+    assert not command.directory.exists(), "it is in the way of the next try"
+    command.assert_nothing_left()
+
+
+def test_prompts_that_are_too_long_are_counted_and_said(command: Any) -> None:
+    """Some are: the rest is trained on; here the run is stopped by its impossible placement, to start nothing."""
+    _, err = command.run("rollout.max_prompt_tokens=12", "inference.device=cuda", code=2)
+    assert "of 4000 prompts are longer than 12 tokens and are left out" in err

@@ -1,0 +1,94 @@
+"""A driver that is killed, or stopped by Ctrl-C in any phase: nothing stays behind, and --resume goes on."""
+
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+from typing import Any
+
+STEPS = 8
+
+
+def has_row(command: Any, step: int) -> Callable[[], bool]:
+    file = command.directory / "metrics.jsonl"
+    return lambda: file.exists() and f'"progress/step": {step},' in file.read_text()
+
+
+def checkpoints(command: Any) -> dict[str, bool]:
+    """Name -> whether it is complete."""
+    folders = (command.directory / "checkpoints").glob("step_*")
+    return {folder.name: (folder / "COMPLETE").exists() for folder in folders}
+
+
+def test_kill_and_resume(command: Any, checks: Any) -> None:
+    settings = [f"run.steps={STEPS}", "checkpoint.every=3"]
+    process = command.start(*settings)
+    command.wait_for(has_row(command, 4), process)
+    assert len(command.processes()) > 5, "the search for processes finds too few"
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate(timeout=60)  # ends only when all who hold its pipes are gone
+    # Two helpers of Ray's look for their dead cluster for a minute before they end too.
+    command.assert_nothing_left(but=("ray::DashboardAgent", "ray::RuntimeEnvAgent"))
+    assert checkpoints(command)["step_000003"]
+
+    command.run(*settings, "--resume")
+    assert command.summary()["exit_reason"] == "finished"
+    checks.one_row_a_step(command, STEPS)
+    checks.one_fate_each(command)
+    checks.canary(command)
+    rows = command.rollouts()
+    assert {row.attempt for row in rows if row.step <= 3} == {1}
+    assert {row.attempt for row in rows if row.step > 3} == {2}
+    assert (command.directory / "attempt_1" / "rollouts" / "step_000004.parquet").exists()
+    assert command.summary()["trained_tokens"] == sum(len(r.token_ids) for r in rows if r.fate == "trained")
+    redone = {(row.prompt_id, row.sample): row for row in rows if row.step > 3}
+    seeds = {row.prompt_id: row.seed for row in read_attempt(command, 1)}
+    again = [row for row in redone.values() if row.prompt_id in seeds]
+    assert again and all(row.seed == seeds[row.prompt_id] for row in again), "another seed for the same occurrence"
+
+
+def read_attempt(command: Any, attempt: int) -> list[Any]:
+    from olmorl.metrics.rollout_log import read_rollouts
+
+    files = sorted((command.directory / f"attempt_{attempt}" / "rollouts").glob("*.parquet"))
+    return [row for file in files for row in read_rollouts(file)]
+
+
+def test_ctrl_c_in_every_phase_and_resume(command: Any, checks: Any) -> None:
+    settings = ["run.steps=400", "checkpoint.every=2"]
+
+    def starting_ray() -> bool:
+        return any("gcs_server" in " ".join(p.cmdline()) for p in command.processes())
+
+    def writing_a_checkpoint() -> bool:
+        here = command.directory / "logs" / "attempt_3" / "learner-0.log"  # else it is the one of an earlier attempt
+        return here.exists() and set(checkpoints(command).values()) == {True, False}
+
+    def terminate(process: subprocess.Popen[str]) -> None:
+        process.terminate()  # a polite kill is a Ctrl-C
+
+    phases = [
+        (starting_ray, command.interrupt),
+        (has_row(command, 2), terminate),
+        (writing_a_checkpoint, command.interrupt),
+    ]
+    for attempt, (phase, stop) in enumerate(phases, start=1):
+        resume = ["--resume"] if attempt > 1 else []
+        process = command.start(*settings, *resume)
+        command.wait_for(phase, process)
+        stop(process)
+        _, err = command.end(process, code=130)
+        assert err.endswith("interrupted\n"), err
+        noise = [line for line in err.splitlines()[:-1] if not line.startswith(("step ", "eval at step "))]
+        assert [line for line in noise if line.strip()] == [], err
+        command.assert_nothing_left()
+    assert command.summary()["exit_reason"] == "interrupted"
+    newest = max(name for name, complete in checkpoints(command).items() if complete)
+    steps = int(newest.removeprefix("step_")) + 2
+
+    command.run(f"run.steps={steps}", "checkpoint.every=2", "--resume")
+    command.assert_nothing_left()
+    assert all(checkpoints(command).values())
+    checks.one_row_a_step(command, steps)
+    checks.one_fate_each(command)
+    checks.canary(command)

@@ -1,0 +1,183 @@
+"""One short run of the quickstart, looked at from all sides; then the variants that need a run of their own."""
+
+import json
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from olmorl import Run
+from olmorl.config.load import load_config
+from olmorl.metrics.names import is_declared
+from olmorl.rewards import score
+
+STEPS = 6
+CHECKPOINT_EVERY = 4
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, command_in: Callable[[Path], Any]) -> Any:
+    command = command_in(tmp_path_factory.mktemp("train"))
+    out, err = command.run(f"run.steps={STEPS}", f"checkpoint.every={CHECKPOINT_EVERY}")
+    assert "finished" in out and f"step {STEPS}/{STEPS}" in err
+    assert "Traceback" not in err and "never retrieved" not in err and "pending" not in err, err
+    command.assert_nothing_left()
+    return command
+
+
+def test_the_run_directory_holds_what_was_promised(finished: Any, checks: Any) -> None:
+    directory = finished.directory
+    checks.one_row_a_step(finished, STEPS)
+    config = tomllib.loads((directory / "config.toml").read_text())
+    assert config["run"]["steps"] == STEPS and config["rollout"]["prompts_per_step"] == 4
+    assert sorted(p.name for p in (directory / "checkpoints").iterdir()) == ["latest", "step_000004", "step_000006"]
+    assert (directory / "checkpoints" / "latest").resolve().name == "step_000006"
+    assert all((directory / "checkpoints" / name / "COMPLETE").exists() for name in ("step_000004", "step_000006"))
+    logs = sorted(p.name for p in (directory / "logs" / "attempt_1").iterdir())
+    assert logs == ["inference-0.log", "learner-0.log"]
+    summary = finished.summary()
+    assert (summary["exit_reason"], summary["steps"]) == ("finished", STEPS)
+    assert 0 <= summary["eval_before"] <= 1 and 0 <= summary["eval_after"] <= 1
+    assert summary["reward_first"] is not None and summary["tokens_per_second"] > 0
+
+
+def test_metrics_go_by_their_names(finished: Any) -> None:
+    first, *rows = finished.metrics()
+    for row in [first, *rows]:
+        assert [name for name in row if not is_declared(name)] == []
+        assert row["sync/stall_seconds"] < 0.5
+    for row in rows:
+        for name in (
+            "progress/epoch",
+            "reward/mean",
+            "reward/chain_sums/mean",
+            "rollout/entropy",
+            "off_policy/version_lag_max",
+            "loss/policy",
+            "optim/grad_norm",
+            "throughput/trained_tokens_per_second",
+            "throughput/learner_mfu",
+            "time/train",
+        ):
+            assert name in row, (row["progress/step"], name)
+        assert row["off_policy/version_lag_max"] <= 4, "beyond the window"
+    assert [row["progress/step"] for row in rows if "eval/heldout/avg_at_k" in row] == [STEPS]
+    assert "eval/heldout/avg_at_k" in first
+
+
+def test_engine_and_learner_hold_one_model_after_every_update(finished: Any, checks: Any) -> None:
+    checks.canary(finished)
+
+
+def test_every_sample_has_one_fate_and_the_books_close(finished: Any, checks: Any) -> None:
+    checks.one_fate_each(finished)
+    rows, waste = finished.rollouts(), finished.summary()["waste"]
+    for fate in ("trained", "zero_variance"):
+        assert waste[fate] == sum(len(row.token_ids) for row in rows if row.fate == fate)
+    assert waste["lost"] == 0 and waste["surplus"] > 0 and waste["eval"] > 0
+    per_step = [sum(row[f"waste/{fate}"] for row in finished.metrics()) for fate in ("trained", "eval")]
+    assert per_step == [waste["trained"], waste["eval"]]
+    trained = {step: sum(r.fate == "trained" for r in rows if r.step == step) for step in range(1, STEPS + 1)}
+    assert set(trained.values()) == {16}
+
+
+def test_rollouts_tell_how_each_sample_came_about(finished: Any) -> None:
+    rows = finished.rollouts()
+    for row in rows:
+        assert len(row.token_ids) == len(row.logprobs) == len(row.loss_mask) > 0
+        assert [start for _, start, _ in row.version_spans] == [0, *(end for *_, end in row.version_spans[:-1])]
+        assert row.version_spans[-1][2] == len(row.token_ids)
+        assert row.version_spans[-1][0] < row.step
+        assert row.t_admitted <= row.t_first_token <= row.t_finished
+        assert row.worker == "inference-0" and row.attempt == 1
+    several = sum(len(row.version_spans) > 1 for row in rows)
+    assert several >= STEPS, f"only {several} of {len(rows)} samples ran across an update"
+
+
+def test_rewards_are_those_of_the_verifier(finished: Any) -> None:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(finished.directory / "export" / f"step_{STEPS:06d}")
+    for row in finished.rollouts()[::7]:
+        prompt = tokenizer.decode(row.prompt_token_ids, skip_special_tokens=True)
+        truth = str(sum(map(int, prompt.rstrip("=").split("+"))))
+        assert tokenizer.decode(row.token_ids, skip_special_tokens=True) == row.text
+        assert score("gsm8k", completion=row.text, ground_truth=truth).reward == row.reward
+
+
+def test_the_export_loads_in_transformers_and_is_what_was_trained(finished: Any) -> None:
+    """And the one in the last checkpoint: the same bits, under transformers' names."""
+    folder = finished.directory / "export" / f"step_{STEPS:06d}"
+    exported = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    start = AutoModelForCausalLM.from_pretrained(load_config(finished.directory / "config.toml").model.path)
+    moved = [not torch.equal(a, b) for a, b in zip(exported.parameters(), start.parameters(), strict=True)]
+    assert all(moved), "training left a tensor as it was"
+    saved = load_checkpoint(finished.directory / "checkpoints" / f"step_{STEPS:06d}" / "learner", exported)
+    for name, tensor in exported.state_dict().items():
+        assert torch.equal(tensor, saved[name]), name
+
+
+def load_checkpoint(folder: Path, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters of a learner's checkpoint, by their Hugging Face names."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import FileSystemReader
+
+    stored = FileSystemReader(folder).read_metadata().state_dict_metadata
+    names = {
+        name: next(key for key in stored if key.endswith(name) and "optim" not in key) for name in model.state_dict()
+    }
+    state = {key: torch.empty_like(model.state_dict()[name]) for name, key in names.items()}
+    dcp.load(state, storage_reader=FileSystemReader(folder))
+    return {name: state[key] for name, key in names.items()}
+
+
+def test_a_finished_run_is_resumed_from_its_summary(finished: Any) -> None:
+    before = sorted(finished.directory.rglob("*"))
+    out, err = finished.run(f"run.steps={STEPS}", f"checkpoint.every={CHECKPOINT_EVERY}", "--resume")
+    assert f"eval_after                 {finished.summary()['eval_after']:.4g}" in out
+    assert "is finished already" in err
+    assert sorted(finished.directory.rglob("*")) == before, "it began another attempt"
+
+
+def test_a_run_is_not_overwritten(finished: Any) -> None:
+    _, err = finished.run("run.steps=3", code=2)
+    assert err.count("\n") == 1 and "already holds a run; continue it with --resume" in err
+    assert finished.summary()["steps"] == STEPS
+
+
+def test_drain_with_two_engines_and_two_ranks(command: Any, checks: Any) -> None:
+    """No sample runs across an update; both engines work; two ranks train what one would."""
+    command.run("run.steps=3", "sync.mode=drain", "inference.workers=2", "learner.workers=2", "rollout.async_steps=1")
+    command.assert_nothing_left()
+    rows = command.rollouts()
+    assert {len(row.version_spans) for row in rows} == {1}, "a sample ran across an update"
+    assert {row.worker for row in rows} == {"inference-0", "inference-1"}
+    checks.one_row_a_step(command, 3)
+    checks.one_fate_each(command)
+    checks.canary(command)
+    assert all(row["sync/stall_seconds"] > 0 for row in command.metrics())
+    exported = AutoModelForCausalLM.from_pretrained(command.directory / "export" / "step_000003")
+    assert all(torch.isfinite(parameter).all() for parameter in exported.parameters())
+
+
+def test_the_loop_is_a_library(tmp_path: Path, command_in: Callable[[Path], Any], checks: Any) -> None:
+    command = command_in(tmp_path)
+    settings = ["run.steps=2", "checkpoint.every=1", f"run.output_dir={tmp_path / 'outputs'}", "logging.console=false"]
+    config = load_config(command.config, [*command.small, *settings])
+    with Run(config) as run:
+        run.start()
+        for step in range(config.run.steps):
+            batch = run.next_batch()
+            assert (batch.version, len(batch.groups)) == (step, 4)
+            metrics = run.train_step(batch)
+            assert np.isfinite(metrics["loss/policy"]) and run.version == step + 1
+            run.publish()
+            run.checkpoint()
+    command.directory.joinpath("checkpoints", "step_000002", "COMPLETE").read_text()
+    state = json.loads((command.directory / "checkpoints" / "step_000001" / "driver.json").read_text())
+    assert state["step"] == 1 and state["outstanding"]
+    checks.one_row_a_step(command, 2)
+    run.close()
