@@ -29,7 +29,7 @@ SMALL = (
     "eval.limit=16",
     "logging.wandb=disabled",
 )
-DEADLINE_SECONDS = 120.0
+DEADLINE_SECONDS = 240.0
 
 
 @dataclass

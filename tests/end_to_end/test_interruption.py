@@ -6,6 +6,10 @@ import subprocess
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
+pytestmark = pytest.mark.timeout(600)  # several runs in one test, on whatever machine
+
 STEPS = 8
 
 

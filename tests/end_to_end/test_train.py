@@ -16,6 +16,8 @@ from olmorl.config.load import load_config
 from olmorl.metrics.names import is_declared
 from olmorl.rewards import score
 
+pytestmark = pytest.mark.timeout(600)  # several runs in one test, on whatever machine
+
 STEPS = 6
 CHECKPOINT_EVERY = 4
 
