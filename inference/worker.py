@@ -137,8 +137,17 @@ class InferenceWorker:
             receive_seconds=received.seconds,
         )
 
-    def discard_weights(self) -> None:
-        self._receiver.discard()
+    def discard_weights(self, version: int) -> None:
+        self._receiver.discard(version)
+
+    def reset_sync(self, epoch: int) -> None:
+        """Leave the group of `epoch`, interrupting a receive, and drop what is half open."""
+        self._receiver.reset(epoch)
+
+    def ping(self) -> None:
+        """Answers while the process lives and its engine has not failed."""
+        if self._thread.failure is not None:
+            raise self._thread.failure
 
     def weights_checksum(self) -> str:
         """Over the weights in place, not over what was received."""

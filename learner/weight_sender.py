@@ -30,6 +30,8 @@ from olmorl.contract.weights import (
     tensor_checksum,
 )
 
+COMPLETION_POLL_SECONDS = 0.0005  # gloo's own wait cannot be interrupted
+
 
 class WeightSender:
     def __init__(self, policy: PolicyModel, *, rank: int, device: torch.device) -> None:
@@ -43,7 +45,9 @@ class WeightSender:
         self._store: dist.TCPStore | None = None
         self._group: Any = None  # a bare backend, whose classes carry no types
         self._group_name = "no group"
+        self._epoch = -1  # of the newest call of join
         self._timeout_seconds = 0.0
+        self._interrupt = threading.Event()  # one for each group
 
     def plan(self, tensors: Iterable[TensorSpec], *, bucket_bytes: int) -> Manifest:
         """Cut the engine's tensors into buckets. They must be the learner's parameters: all, and in shape."""
@@ -81,19 +85,30 @@ class WeightSender:
         if self._store is None:
             raise SyncError("join_sync_group was called before host_store")
         assert group.rank == 0, "the learner is rank 0 of a sync group"
+        self._epoch = group.epoch
         timeout = timedelta(seconds=group.timeout_seconds)
         store = dist.PrefixStore(f"sync/{group.epoch}", self._store)
         store.set_timeout(timeout)
         name = f"sync group of epoch {group.epoch} with {group.size - 1} engines"
         try:
-            self._group = _make_group(store, group, timeout)
+            joined = _make_group(store, group, timeout)
         except RuntimeError as error:
             raise SyncError(f"the {name} did not form within {group.timeout_seconds:g} s: {error}") from error
-        self._group_name, self._timeout_seconds = name, group.timeout_seconds
+        if self._epoch != group.epoch:
+            raise SyncError(f"the {name} was given up while it formed")
+        self._group, self._group_name, self._timeout_seconds = joined, name, group.timeout_seconds
+        self._interrupt = threading.Event()
 
     def leave(self) -> None:
+        self._interrupt.set()
         self._group = None
         self._group_name = "no group"
+
+    def reset(self, epoch: int) -> None:
+        """Leave the group, unless it is newer than `epoch`; a broadcast that still waits is interrupted."""
+        if self._epoch <= epoch:
+            self._epoch = -1
+            self.leave()
 
     def broadcast(self, version: int) -> SendReport:
         """Send every bucket, in order, within the group's timeout for all of them together."""
@@ -104,8 +119,8 @@ class WeightSender:
                 raise SyncError(f"cannot broadcast version {version}: version {self._version} was gathered last")
             began = time.perf_counter()
             checksums: dict[str, int] = {}
-            for bucket, data in zip(self._manifest.buckets, self._buckets, strict=True):
-                self._send(data, version=version, deadline=began + self._timeout_seconds)
+            for bucket, data in zip(self._manifest.buckets, list(self._buckets), strict=True):
+                self._send(data, bucket.index, version=version, deadline=began + self._timeout_seconds)
                 staged = data.cpu().numpy()
                 for spec, offset in zip(bucket.tensors, bucket.offsets, strict=True):
                     checksums[spec.name] = tensor_checksum(staged[offset : offset + spec.num_bytes])
@@ -116,18 +131,26 @@ class WeightSender:
                 seconds=time.perf_counter() - began,
             )
 
-    def _send(self, data: Tensor, *, version: int, deadline: float) -> None:
-        assert self._group is not None, "broadcast checked it"
+    def _send(self, data: Tensor, index: int, *, version: int, deadline: float) -> None:
+        group, name, interrupt = self._group, self._group_name, self._interrupt
+        if group is None:
+            raise SyncError(f"broadcasting version {version} was interrupted by a reset")
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.timeout = timedelta(seconds=max(0.001, deadline - time.perf_counter()))
         try:
-            self._group.broadcast([data], options).wait()
+            work = group.broadcast([data], options)
+            while not work.is_completed():
+                if interrupt.wait(COMPLETION_POLL_SECONDS):
+                    # The transport may read this memory for a while yet: the next gather must not write it.
+                    self._buckets[index] = data.clone()
+                    raise RuntimeError("interrupted by a reset")
+            work.wait()
             if data.is_cuda:
                 torch.cuda.current_stream().synchronize()  # NCCL's wait orders streams, not this thread
         except RuntimeError as error:
-            name = self._group_name
-            self.leave()
+            if self._group is group:
+                self.leave()
             raise SyncError(f"broadcasting version {version} to the {name} failed: {error}") from error
 
 

@@ -95,6 +95,13 @@ class LearnerWorker:
         """On rank 0; does not wait for a collective call, nor make one wait."""
         return self._started()[1].broadcast(version)
 
+    def reset_sync(self, epoch: int) -> None:
+        """On rank 0: leave the group of `epoch`, interrupting a broadcast."""
+        self._started()[1].reset(epoch)
+
+    def ping(self) -> None:
+        """Answers while the process lives."""
+
     def save(self, path: str) -> None:
         with self._one_at_a_time():
             self._started()[0].save(path)

@@ -195,6 +195,14 @@ class ClusterSection(Section):
     """address of a running Ray cluster; None takes RAY_ADDRESS, else starts one on this machine"""
     start_timeout_seconds: float = Field(300.0, gt=0)
     """how long workers may take to start"""
+    heartbeat_seconds: float = Field(10.0, gt=0)
+    """a worker that is silent for so long is lost: an inference worker is replaced, a learner starts the run again"""
+    max_restarts: int = Field(8, ge=0)
+    """lost inference workers that are replaced, in all"""
+    min_inference_workers: int = Field(1, ge=1)
+    """with fewer left, and no restart, the run stops with its checkpoint"""
+    max_run_restarts: int = Field(2, ge=0)
+    """attempts after a lost learner, each from the newest complete checkpoint"""
 
 
 class Config(Section):

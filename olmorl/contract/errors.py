@@ -41,5 +41,9 @@ class WorkerError(OlmoRLError):
     """An inference or learner worker failed at run time."""
 
 
+class WorkerLostError(WorkerError):
+    """A worker process died, or stayed silent beyond its deadline."""
+
+
 class StarvationError(OlmoRLError):
     """The data cannot fill a batch with groups that carry signal."""

@@ -14,11 +14,11 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from olmorl.contract.errors import OlmoRLError, PlacementError, WorkerError
+from olmorl.contract.errors import OlmoRLError, PlacementError, WorkerError, WorkerLostError
 from olmorl.controller.placement import Placement, count_gpus
 
 log = logging.getLogger(__name__)
@@ -74,25 +74,32 @@ class Remote:
         self.name = name
         self._actor = actor
 
+    def kill(self) -> None:
+        """End the process, whatever it does; it answers nothing more."""
+        import ray
+
+        ray.kill(self._actor)
+
     async def start(self, target: str, *args: Any, timeout: float, **kwargs: Any) -> None:
         await self._get(self._actor.start.remote(target, args, kwargs), "start", timeout)
 
     async def call(self, method: str, *args: Any, timeout: float) -> Any:
-        """Raises what the worker raised, or WorkerError if it died or did not answer within `timeout` seconds."""
+        """Raises what the worker raised, or WorkerLostError if it died or did not answer within `timeout` seconds."""
         return await self._get(self._actor.call.remote(method, args), method, timeout)
 
     async def _get(self, ref: Any, method: str, timeout: float) -> Any:
         from ray.exceptions import RayActorError, RayTaskError
 
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(ref.future()), timeout)
+            async with asyncio.timeout(timeout):  # wait_for of Python 3.11 may swallow a cancellation
+                return await asyncio.wrap_future(ref.future())
         except TimeoutError:
-            raise WorkerError(f"{self.name} did not answer {method}() within {timeout:g} s") from None
+            raise WorkerLostError(f"{self.name} did not answer {method}() within {timeout:g} s") from None
         except RayTaskError as error:
             raise error.cause from None
         except RayActorError as error:
             reason = str(error).strip().splitlines()[0]
-            raise WorkerError(f"{self.name} died during {method}(): {reason}") from None
+            raise WorkerLostError(f"{self.name} died during {method}(): {reason}") from None
 
 
 def check_placement(placement: Placement, *, address: str | None) -> None:
@@ -159,26 +166,24 @@ class Cluster:
                 f"available now: {_plain(ray.available_resources())}"
             )
 
-    def spawn(self, names: Sequence[str]) -> list[Remote]:
-        """One worker process for each bundle of the placement, in order."""
+    def spawn(self, name: str, slot: int) -> Remote:
+        """A worker process in the `slot`-th bundle of the placement, which nobody else may hold any more."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        remotes = []
-        for index, (name, bundle) in enumerate(zip(names, self._placement.bundles, strict=True)):
-            actor = (
-                ray.remote(WorkerProcess)
-                .options(
-                    num_cpus=bundle.get("CPU", 0),
-                    num_gpus=bundle.get("GPU", 0),
-                    max_concurrency=THREADS_PER_WORKER,
-                    scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, index),
-                )
-                .remote(str(self._log_dir / f"{name}.log"))
+        bundle = self._placement.bundles[slot]
+        actor = (
+            ray.remote(WorkerProcess)
+            .options(
+                num_cpus=bundle.get("CPU", 0),
+                num_gpus=bundle.get("GPU", 0),
+                max_concurrency=THREADS_PER_WORKER,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, slot),
             )
-            self._actors.append(actor)
-            remotes.append(Remote(name, actor))
-        return remotes
+            .remote(str(self._log_dir / f"{name}.log"))
+        )
+        self._actors.append(actor)
+        return Remote(name, actor)
 
     def __exit__(self, *exc: object) -> None:
         import ray

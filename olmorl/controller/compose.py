@@ -1,15 +1,17 @@
 """Builds a session from its parts: the only place that knows all of them."""
 
+import asyncio
 import os
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 from inference.model.architecture import read_architecture
 from olmorl.config.schema import Config
 from olmorl.contract.training import ScoreRequest
 from olmorl.controller.canary import canary_sequences
-from olmorl.controller.cluster import Cluster
-from olmorl.controller.fleet import start_fleet
+from olmorl.controller.cluster import Cluster, Remote
+from olmorl.controller.fleet import replace_engine, start_fleet
 from olmorl.controller.placement import Placement
 from olmorl.controller.recorder import Recorder, Totals
 from olmorl.controller.resume import DriverState, PromptQueue
@@ -17,6 +19,7 @@ from olmorl.controller.rollout import RolloutService
 from olmorl.controller.run_directory import RunDirectory
 from olmorl.controller.scoring import Scorer
 from olmorl.controller.session import Session
+from olmorl.controller.supervisor import EngineSupervisor
 from olmorl.controller.sync import WeightSync
 from olmorl.data.prompt import Prompt
 from olmorl.data.prompt_set import PromptSet, load_prompts
@@ -78,16 +81,29 @@ async def compose(
         state = DriverState.load(checkpoint, seed=config.run.seed)
         version, totals, prompts = state.step, state.totals, state.prompts(stream)
     fleet = await start_fleet(config, cluster=cluster, placement=placement)
-    service = RolloutService(fleet.engines)
+    numbers = count(len(fleet.engines))  # a replacement never takes a name that was there before
+
+    async def start_engine(slot: int) -> Remote:
+        return await replace_engine(slot, next(numbers), config=config, cluster=cluster, placement=placement)
+
+    supervisor = EngineSupervisor(
+        start_engine=start_engine,
+        heartbeat_seconds=config.cluster.heartbeat_seconds,
+        max_restarts=config.cluster.max_restarts,
+        min_workers=config.cluster.min_inference_workers,
+    )
+    service = RolloutService(on_lost=supervisor.lost)
     sync = WeightSync(
-        engines=fleet.engines,
         learners=fleet.learners,
         service=service,
         section=config.sync,
         transport=_transport(config, placement),
         canary=inputs.canary,
+        on_lost=supervisor.lost,
     )
+    supervisor.attach(service=service, sync=sync)
     await sync.connect(fleet.engine_infos[0])
+    await asyncio.gather(*(supervisor.watch(slot, engine) for slot, engine in enumerate(fleet.engines)))
     if checkpoint is not None:
         await fleet.load(checkpoint / "learner", timeout=config.learner.step_timeout_seconds)
     recorder = Recorder(
@@ -104,6 +120,7 @@ async def compose(
         fleet=fleet,
         service=service,
         sync=sync,
+        supervisor=supervisor,
         scorer=scorer,
         prompts=prompts,
         eval_prompts=inputs.eval,

@@ -19,13 +19,16 @@ LEARNER_WORKER = "learner.worker:LearnerWorker"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fleet:
     engines: list[Remote]
+    """as they were started; the supervisor knows which are left"""
     learners: list[Remote]
     engine_infos: list[WorkerInfo]
     learner_peak_flops: float
 
     @property
-    def peaks(self) -> dict[str, Peak]:
-        return {info.name: Peak(flops=info.peak_flops, bandwidth=info.peak_bandwidth) for info in self.engine_infos}
+    def engine_peak(self) -> Peak:
+        """Of one inference worker; all have the same device."""
+        info = self.engine_infos[0]
+        return Peak(flops=info.peak_flops, bandwidth=info.peak_bandwidth)
 
     async def load(self, folder: Path, *, timeout: float) -> None:
         """Every learner rank takes weights and optimizer from a checkpoint."""
@@ -35,17 +38,31 @@ class Fleet:
 async def start_fleet(config: Config, *, cluster: Cluster, placement: Placement) -> Fleet:
     """Start every worker at once. Each has cluster.start_timeout_seconds."""
     deadline = config.cluster.start_timeout_seconds
-    remotes = cluster.spawn(placement.names)
+    remotes = [cluster.spawn(name, slot) for slot, name in enumerate(placement.names)]
     engines, learners = remotes[: placement.inference_workers], remotes[placement.inference_workers :]
-    engine_config = _engine_config(config, placement)
-    learner_config = _learner_config(config, placement)
-    starts = [e.start(INFERENCE_WORKER, engine_config, name=e.name, timeout=deadline) for e in engines]
-    await asyncio.gather(*starts, _start_learners(learners, learner_config, deadline))
+    starts = [_start_engine(engine, config, placement) for engine in engines]
+    await asyncio.gather(*starts, _start_learners(learners, _learner_config(config, placement), deadline))
     infos = await asyncio.gather(*(e.call("info", timeout=deadline) for e in engines))
     learner_info = await learners[0].call("info", timeout=deadline)
     if any(info.tensors != infos[0].tensors for info in infos):
         raise ModelError("the inference workers hold different models; are their model folders the same?")
     return Fleet(engines=engines, learners=learners, engine_infos=infos, learner_peak_flops=learner_info.peak_flops)
+
+
+async def replace_engine(slot: int, number: int, *, config: Config, cluster: Cluster, placement: Placement) -> Remote:
+    """Start a worker in the slot of one that was lost; `number` is new in this run."""
+    engine = cluster.spawn(f"inference-{number}", slot)
+    try:
+        await _start_engine(engine, config, placement)
+    except BaseException:
+        engine.kill()
+        raise
+    return engine
+
+
+async def _start_engine(engine: Remote, config: Config, placement: Placement) -> None:
+    deadline = config.cluster.start_timeout_seconds
+    await engine.start(INFERENCE_WORKER, _engine_config(config, placement), name=engine.name, timeout=deadline)
 
 
 async def _start_learners(learners: list[Remote], config: LearnerConfig, deadline: float) -> None:

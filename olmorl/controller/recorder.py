@@ -111,7 +111,7 @@ class Recorder:
         """An update is live; the next row tells of it."""
         self._updates.append(update)
 
-    def write_row(self, step: Step, evaluation: Evaluation | None, stats: Stats) -> None:
+    def write_row(self, step: Step, evaluation: Evaluation | None, stats: Stats, faults: dict[str, float]) -> None:
         """Everything known of the step, to the rollout file and to every sink."""
         now = time.perf_counter()
         seconds, self._t_row = now - self._t_row, now
@@ -120,7 +120,7 @@ class Recorder:
         for update in updates:
             step_metrics.add_update(bag, update)
         step_metrics.add_times(bag, step.times)
-        step_metrics.add_engines(bag, self._stats_before, stats, peaks=self._fleet.peaks, seconds=seconds)
+        step_metrics.add_engines(bag, self._stats_before, stats, peak=self._fleet.engine_peak, seconds=seconds)
         if step.groups:
             step_metrics.add_rollouts(bag, step.groups, version=step.number - 1)
             step_metrics.add_training(
@@ -132,6 +132,7 @@ class Recorder:
         totals = self.totals
         bag.update({"progress/episodes": totals.episodes, "progress/tokens_total": totals.tokens})
         bag.update(self._ledger.drain())
+        bag.update(faults)
         self._stats_before = stats
         if self._config.logging.rollouts and step.groups:
             rows = step_metrics.rollout_rows(

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from olmorl.config.dump import dump_toml
 from olmorl.config.schema import Config
+from olmorl.contract.errors import SyncError, WorkerLostError
 from olmorl.controller.cluster import Cluster, check_placement
 from olmorl.controller.compose import compose, load_inputs
 from olmorl.controller.loop import Batch
@@ -40,8 +41,7 @@ class Run:
         self.config = config
         self._resume = resume
         self._directory = RunDirectory(config.run.directory)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="driver loops", daemon=True)
+        self._open_loop()
         self._cluster: Cluster | None = None
         self._scorer: Scorer | None = None
         self._session: Session | None = None
@@ -55,11 +55,23 @@ class Run:
     def train(self) -> dict[str, Any]:
         """The whole run, from where it stands to run.steps. Returns what summary.json holds.
 
-        A run that is already finished is left as it is: nothing starts.
+        A run that is already finished is left as it is: nothing starts. When a learner is lost, everything is started
+        again from the newest complete checkpoint, cluster.max_run_restarts times.
         """
         if self._resume and (summary := self._directory.finished(self.config.run.steps)) is not None:
             log.warning("%s is finished already", self._directory.path)
             return summary
+        for restarts_left in range(self.config.cluster.max_run_restarts, 0, -1):
+            try:
+                return self._attempt()
+            except (WorkerLostError, SyncError) as error:
+                log.warning("%s; starting again from the newest checkpoint, %d restarts left", error, restarts_left - 1)
+            self.close()
+            self._open_loop()
+            self._resume = True
+        return self._attempt()
+
+    def _attempt(self) -> dict[str, Any]:
         reason = "interrupted"
         try:
             self.start()
@@ -155,6 +167,10 @@ class Run:
         for task in left:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
+
+    def _open_loop(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="driver loops", daemon=True)
 
     @property
     def _running(self) -> Session:

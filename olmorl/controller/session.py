@@ -23,6 +23,7 @@ from olmorl.controller.rollout import RolloutService
 from olmorl.controller.run_directory import RunDirectory
 from olmorl.controller.scoring import Scorer
 from olmorl.controller.step_metrics import StepTimes
+from olmorl.controller.supervisor import EngineSupervisor, watch_learners
 from olmorl.controller.sync import WeightSync
 from olmorl.data.prompt import Prompt
 
@@ -38,6 +39,7 @@ class Session:
         fleet: Fleet,
         service: RolloutService,
         sync: WeightSync,
+        supervisor: EngineSupervisor,
         scorer: Scorer,
         prompts: PromptQueue,
         eval_prompts: list[Prompt],
@@ -49,6 +51,7 @@ class Session:
         self._fleet = fleet
         self._service = service
         self._sync = sync
+        self._supervisor = supervisor
         self._scorer = scorer
         self._prompts = prompts
         self._eval_prompts = eval_prompts
@@ -76,7 +79,10 @@ class Session:
 
     async def start(self) -> None:
         """Send the first update, evaluate the policy as it is, and let the loops run."""
+        heartbeat = self._config.cluster.heartbeat_seconds
         self._background.start_loop("service", self._service.run())
+        self._background.start_loop("supervisor", self._supervisor.run())
+        self._background.start_loop("learners", watch_learners(self._fleet.learners, heartbeat_seconds=heartbeat))
         await self._background.unless_failed(self._sync.snapshot(self.version))
         await self._background.unless_failed(self._go_live(self._step))
         self._background.start_loop("rollouts", self._loops.run())
@@ -157,6 +163,8 @@ class Session:
     async def close(self) -> None:
         """Stop everything that still runs in the background."""
         await self._background.close()
+        await self._sync.close()
+        await self._service.close()
         self._recorder.close_sinks()
 
     async def _go_live(self, step: Step) -> None:
@@ -167,7 +175,7 @@ class Session:
         step.times.eval = time.perf_counter() - started
         if step.number == 0 or step.groups:  # a resumed run's first update belongs to a step that has its row
             stats = snapshot_stats(self._service.stats)
-            await asyncio.to_thread(self._recorder.write_row, step, evaluation, stats)
+            await asyncio.to_thread(self._recorder.write_row, step, evaluation, stats, self._faults())
 
     async def _evaluate(self, version: int) -> Evaluation | None:
         every, last = self._config.eval.every, self._config.run.steps
@@ -179,6 +187,13 @@ class Session:
         )
         self._recorder.evaluated(evaluation)
         return evaluation
+
+    def _faults(self) -> dict[str, float]:
+        return {
+            "faults/worker_restarts": self._supervisor.restarts,
+            "faults/prompts_reissued": self._service.reissued_requests,
+            "sync/failures": self._sync.failures,
+        }
 
     @property
     def _checkpoint_due(self) -> bool:

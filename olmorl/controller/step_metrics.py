@@ -60,14 +60,14 @@ def add_progress(bag: MetricBag, groups: Sequence[Group], *, seconds: float) -> 
     bag.add("progress/epoch", max(group.prompt.epoch for group in groups), reduce="max")
 
 
-def add_engines(bag: MetricBag, before: Stats, after: Stats, *, peaks: Mapping[str, Peak], seconds: float) -> None:
+def add_engines(bag: MetricBag, before: Stats, after: Stats, *, peak: Peak, seconds: float) -> None:
     """Throughput and engine counters between two snapshots, over `seconds` of wall time."""
     total = {name: sum(since(before.get(w, {}), after[w], name) for w in after) for name in _COUNTERS}
     rate = total["output_tokens"] / seconds
     bag.add("throughput/tokens_per_second", rate, reduce="last")
     bag.add("throughput/tokens_per_second_per_device", rate / max(1, len(after)), reduce="last")
     for worker, counters in after.items():
-        used = utilization(before.get(worker, {}), counters, peak=peaks[worker])
+        used = utilization(before.get(worker, {}), counters, peak=peak)
         bag.add("throughput/inference_mfu", used.mfu)
         bag.add("throughput/inference_mbu", used.mbu)
         bag.add("engine/kv_usage", counters.get("kv_usage", 0.0))

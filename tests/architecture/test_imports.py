@@ -66,3 +66,9 @@ def test_the_leaves_are_leaves(root: Path, sources: list[Path]) -> None:
 
 def test_help_loads_nothing_heavy(root: Path) -> None:
     assert_brings_none(["olmorl.cli.main"], ["torch", "ray", "pydantic", "numpy", "rich", "wandb", "pyarrow"], root)
+
+
+def test_nothing_waits_with_wait_for(root: Path) -> None:
+    """Python 3.11's asyncio.wait_for swallows a cancellation that meets the result: a loop is then never stopped."""
+    found = [str(path) for path in (root / "olmorl").rglob("*.py") if "asyncio.wait_for(" in path.read_text()]
+    assert not found, f"use asyncio.timeout() in {found}"

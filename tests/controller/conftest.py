@@ -24,7 +24,8 @@ class InProcess:
         self.worker = worker
 
     async def call(self, method: str, *args: Any, timeout: float) -> Any:
-        return await asyncio.wait_for(asyncio.to_thread(getattr(self.worker, method), *args), timeout)
+        async with asyncio.timeout(timeout):
+            return await asyncio.to_thread(getattr(self.worker, method), *args)
 
 
 def make_config(*overrides: str) -> Config:

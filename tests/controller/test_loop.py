@@ -49,15 +49,25 @@ class Driver:
 def drive(config: Config, inputs: Inputs, engine: Any, scenario: Callable[[Driver], Awaitable[None]]) -> None:
     async def main() -> None:
         scorer = await Scorer.start(config.reward, verifiers=inputs.verifiers)
-        driver = Driver(config, inputs, RolloutService([engine]), scorer)
-        driver.background.start_loop("service", driver.service.run())
+        lost = asyncio.get_running_loop().create_future()
+        service = RolloutService(on_lost=lambda name, reason: lost.set_exception(AssertionError(f"{name}: {reason}")))
+        service.ensure_worker(engine)
+        driver = Driver(config, inputs, service, scorer)
+        driver.background.start_loop("no worker is lost", _until(lost))
+        driver.background.start_loop("service", service.run())
         try:
-            await asyncio.wait_for(scenario(driver), 60)
+            async with asyncio.timeout(60):
+                await scenario(driver)
         finally:
             await driver.background.close()
+            await service.close()
             await scorer.close()
 
     asyncio.run(main())
+
+
+async def _until(lost: "asyncio.Future[None]") -> None:
+    await lost
 
 
 def test_batches_come_and_every_received_token_is_somewhere(

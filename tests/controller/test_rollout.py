@@ -6,9 +6,7 @@ from contextlib import aclosing
 from typing import Any
 
 import numpy as np
-import pytest
 
-from olmorl.contract.errors import WorkerError
 from olmorl.contract.generation import RolloutSample, SamplingParams
 from olmorl.controller.rollout import RolloutService
 
@@ -17,23 +15,28 @@ PARAMS = SamplingParams(n=4, max_tokens=40, seed=3)
 
 
 def serving(workers: list[Any], scenario: Callable[[RolloutService], Awaitable[None]]) -> RolloutService:
-    """Run `scenario` beside the service's own loops; what these raise ends it."""
+    """Run `scenario` beside the service's own loops. A lost worker is removed, as the supervisor would."""
 
     async def main() -> RolloutService:
-        service = RolloutService(workers)
-        loops = asyncio.create_task(service.run())
-        work = asyncio.ensure_future(scenario(service))
-        await asyncio.wait([loops, work], return_when=asyncio.FIRST_COMPLETED, timeout=60)
-        work.cancel()
-        if not loops.done():
-            loops.cancel()
-        await asyncio.gather(loops, return_exceptions=True)
-        if not loops.cancelled() and (error := loops.exception()) is not None:
-            raise error
-        await work
+        def lost(name: str, reason: str) -> None:
+            LOSSES.append((name, reason))
+            service.remove_worker(name)
+
+        service = RolloutService(on_lost=lost)
+        for worker in workers:
+            service.ensure_worker(worker)
+        try:
+            async with asyncio.timeout(60):
+                await scenario(service)
+        finally:
+            await service.close()
         return service
 
+    LOSSES.clear()
     return asyncio.run(main())
+
+
+LOSSES: list[tuple[str, str]] = []  # of the last scenario: (worker, reason)
 
 
 async def collect(service: RolloutService, request_id: str, **options: int) -> list[RolloutSample]:
@@ -139,11 +142,41 @@ def test_idle_sees_requests_that_have_not_reached_a_worker(engine: Any) -> None:
     serving([engine], scenario)
 
 
-def test_a_lost_worker_ends_the_loops(engine: Any) -> None:
-    async def scenario(service: RolloutService) -> None:
-        engine.worker.shutdown()
-        await collect(service, "r")
+def test_what_a_lost_worker_had_not_finished_is_done_by_another(start_engine: Callable[[str], Any]) -> None:
+    """Same seed, same sample index: the samples are those that a run without the loss would have had."""
+    first, second = start_engine("a"), start_engine("b")
 
-    with pytest.raises(ExceptionGroup) as raised:
-        serving([engine], scenario)
-    assert raised.group_contains(WorkerError, match="shut down")
+    async def undisturbed(service: RolloutService) -> None:
+        expected.extend(await collect(service, "r"))
+
+    async def scenario(service: RolloutService) -> None:
+        first.worker.pause()
+        request = asyncio.create_task(collect(service, "r"))
+        while not first.worker.drain(0).queued:
+            await asyncio.sleep(0.01)
+        first.worker.shutdown()
+        samples = await request
+        assert {s.worker for s in samples} == {"b"}
+        by_index = {s.sample_index: s.token_ids.tolist() for s in samples}
+        assert by_index == {s.sample_index: s.token_ids.tolist() for s in expected}
+        assert service.reissued_requests == 1
+        assert service.tokens_received == num_tokens(samples)
+
+    expected: list[RolloutSample] = []
+    serving([second], undisturbed)
+    serving([first, second], scenario)
+    assert [name for name, _ in LOSSES] == ["a"] and "shut down" in LOSSES[0][1]
+
+
+def test_requests_wait_while_there_is_no_worker(engine: Any) -> None:
+    async def scenario(service: RolloutService) -> None:
+        request = asyncio.create_task(collect(service, "r"))
+        given_up = asyncio.create_task(collect(service, "nobody fetches this"))
+        await asyncio.sleep(0)
+        given_up.cancel()
+        await asyncio.gather(given_up, return_exceptions=True)
+        service.ensure_worker(engine)
+        assert len(await request) == 4
+        assert service.in_flight == []
+
+    serving([], scenario)
