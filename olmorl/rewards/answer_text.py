@@ -1,12 +1,12 @@
-"""Where in a completion the answer stands: behind the thoughts, in tags, in the last fenced block, in a box."""
+"""Where in a completion the answer stands: behind the thoughts, in tags, in the last fenced block, in a box.
+
+Every search is a single pass: a completion may be a megabyte of opening tags.
+"""
 
 import re
 
-ANSWER_TAGS = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
-FINISH_TAGS = re.compile(r"<finish>(.*?)</finish>", re.DOTALL | re.IGNORECASE)
-FENCE = re.compile(r"```[^\S\n]*([\w+#.-]*)[^\n]*\n(.*?)```", re.DOTALL)
-BOX = re.compile(r"\\f?boxed\s*\{")
-BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+BOX_OR_BRACE = re.compile(r"\\f?box(?:ed)?\s*\{|\\.|[{}]", re.DOTALL)
+BARE_BOX = re.compile(r"\\f?boxed\s+([^\s{}$\\]+)")
 
 
 def without_thoughts(text: str) -> str:
@@ -14,9 +14,15 @@ def without_thoughts(text: str) -> str:
     return text.rpartition("</think>")[2]
 
 
-def last_tagged(text: str, tags: re.Pattern[str] = ANSWER_TAGS) -> str | None:
-    found = tags.findall(text)
-    return found[-1] if found else None
+def last_tagged(text: str, tag: str = "answer") -> str | None:
+    """The text between the last pair of <tag> and </tag>."""
+    found, start = None, None
+    for match in re.finditer(rf"<(/?){tag}>", text, re.IGNORECASE):
+        if not match[1]:
+            start = match.end()
+        elif start is not None:
+            found, start = text[start : match.start()], None
+    return found
 
 
 def tagged_or_whole(text: str) -> str:
@@ -28,32 +34,38 @@ def tagged_or_whole(text: str) -> str:
 
 def last_fenced(text: str) -> str | None:
     """The code of the last fenced block; one that no fence closes counts, for a completion may end early."""
-    blocks = FENCE.findall(text + "\n```" if text.count("```") % 2 else text)
-    return blocks[-1][1] if blocks else None
+    block: str | None = None
+    lines: list[str] | None = None
+    for line in text.split("\n"):
+        if line.lstrip().startswith("```"):
+            if lines is None:
+                lines = []
+            else:
+                block, lines = "\n".join(lines), None
+        elif lines is not None:
+            lines.append(line)
+    return "\n".join(lines) if lines else block
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The content of the last \boxed{...} that closes; of nested ones the outermost."""
-    content = None
-    end = 0
-    for match in BOX.finditer(text):
-        if match.start() < end:  # inside the box before
-            continue
-        close = _closing_brace(text, match.end())
-        if close is not None:
-            content, end = text[match.end() : close], close
-    return content
-
-
-def _closing_brace(text: str, start: int) -> int | None:
-    depth = 1
-    for match in BRACE.finditer(text, start):
-        if match[0] == "{":
-            depth += 1
-        elif match[0] == "}":
-            depth -= 1
-            if not depth:
-                return match.start()
-    return None
-
-
+    r"""The content of the last \boxed{...} that closes; of boxes in a box the inner one. Also of `\boxed 7`."""
+    if "box" not in text:
+        return None
+    found: str | None = None
+    open_braces: list[tuple[bool, int, list[str]]] = []  # is it a box, where does it begin, the last box inside
+    for match in BOX_OR_BRACE.finditer(text):
+        token = match[0]
+        if token == "}" and open_braces:
+            is_box, start, inside = open_braces.pop()
+            if is_box and not inside:
+                inside = [text[start : match.start()]]
+            if is_box:
+                found = inside[-1]
+            if inside and open_braces:
+                open_braces[-1][2][:] = inside
+        elif token == "{" or "box" in token:
+            open_braces.append((token != "{", match.end(), []))
+    if found is None:
+        bare = BARE_BOX.findall(text)
+        return bare[-1] if bare else None
+    return found

@@ -109,11 +109,11 @@ class CodeVerifier:
         if tests is None:
             return unscorable(f"the ground truth {ground_truth!r:.80} is no list of assertions")
         source = read_source(completion)
+        if not source.strip():
+            return scored(0.0, "no program in the completion")
         return self._judge([Program(f"{source}\n{test}\n") for test in tests], [None] * len(tests))
 
     def _judge(self, programs: list[Program], expected: Sequence[str | None]) -> Verdict:
-        if not programs[0].source.strip():
-            return scored(0.0, "no program in the completion")
         try:
             outcomes = run_programs(programs, limits=self._limits, budget_seconds=self._budget)
         except SandboxError as error:
@@ -135,6 +135,8 @@ class CodeStdioVerifier(CodeVerifier):
         if tests is None:
             return unscorable(f"the ground truth {ground_truth!r:.80} is no list of inputs and outputs")
         source = read_source(completion)
+        if not source.strip():
+            return scored(0.0, "no program in the completion")
         return self._judge([Program(source, test.stdin) for test in tests], [test.expected for test in tests])
 
 

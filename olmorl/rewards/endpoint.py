@@ -1,0 +1,97 @@
+"""An HTTP endpoint that verdicts depend on: asked at a bounded rate, again after a failure, with growing pauses.
+
+It never gives up by itself: who asks has a deadline. So an endpoint that is down makes verdicts late, never wrong.
+"""
+
+import asyncio
+import logging
+import random
+import time
+
+import httpx
+
+log = logging.getLogger(__name__)
+
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.25, 30.0
+AGAIN = {408, 409, 425, 429, 500, 502, 503, 504}
+
+
+class Refused(Exception):
+    """The endpoint answers, and asking again would change nothing."""
+
+
+class Endpoint:
+    """POSTs JSON to paths below `url`. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key: str | None = None,
+        concurrency: int,
+        requests_per_second: float | None = None,
+    ) -> None:
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
+        self._client = httpx.AsyncClient(
+            base_url=url.rstrip("/") + "/", headers=headers, timeout=None, limits=limits
+        )  # no timeouts: the verdict's deadline cancels
+        self._free = asyncio.Semaphore(concurrency)
+        self._interval = 1.0 / requests_per_second if requests_per_second else 0.0
+        self._next_start = 0.0
+        self._resume_at = 0.0
+        self.trouble = ""
+        """the last failure, "" after a success: what a late verdict is told to be late for"""
+        self.requests = 0
+
+    async def post(self, path: str, body: dict) -> object:
+        """The JSON of the answer. Raises Refused; else waits for as long as it takes."""
+        pause = FIRST_PAUSE_SECONDS
+        while True:
+            async with self._free:
+                await self._turn()
+                try:
+                    self.requests += 1
+                    reply = await self._client.post(path.lstrip("/"), json=body)
+                except httpx.HTTPError as error:
+                    failure, wait = f"{type(error).__name__}: {error}", pause
+                else:
+                    if reply.is_success:
+                        self.trouble = ""
+                        return _read_json(reply)
+                    failure = f"HTTP {reply.status_code}: {reply.text[:200]}"
+                    if reply.status_code not in AGAIN:
+                        raise Refused(failure)
+                    wait = max(pause, _retry_after(reply))
+            if not self.trouble:
+                log.warning("%s does not answer, asking again: %s", self._client.base_url, failure)
+            self.trouble = failure
+            self._resume_at = max(self._resume_at, time.monotonic() + wait * random.uniform(0.75, 1.0))
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+    async def _turn(self) -> None:
+        """Waits for the rate's next free moment, and for the end of a pause, which holds for all requests."""
+        while True:
+            now = time.monotonic()
+            start = max(self._next_start, self._resume_at)
+            if start <= now:
+                self._next_start = now + self._interval
+                return
+            await asyncio.sleep(start - now)
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+
+def _read_json(reply: httpx.Response) -> object:
+    try:
+        return reply.json()
+    except ValueError:
+        raise Refused(f"the answer is no JSON: {reply.text[:200]!r}") from None
+
+
+def _retry_after(reply: httpx.Response) -> float:
+    try:
+        return min(float(reply.headers.get("retry-after", 0)), LONGEST_PAUSE_SECONDS)
+    except ValueError:  # a date
+        return 1.0
