@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 from olmorl.contract.errors import ConfigError, WorkerError
 from olmorl.rewards.process import HEADER
+from olmorl.rewards.settings import VerifierSettings
 from olmorl.rewards.verdict import Verdict, VerifierJob
 
 START_TIMEOUT_SECONDS = 120.0  # a verifier of the user's may import a lot
@@ -37,7 +38,7 @@ class VerifierProcess:
         self._received = bytearray()
 
     @classmethod
-    async def start(cls, verifiers: Sequence[str]) -> "VerifierProcess":
+    async def start(cls, verifiers: Sequence[str], settings: VerifierSettings) -> "VerifierProcess":
         """Raises ConfigError when a verifier cannot be loaded, WorkerError when the process does not come up."""
         ours, theirs = socket.socketpair()
         reader, writer = await asyncio.open_connection(sock=ours)
@@ -61,18 +62,18 @@ class VerifierProcess:
             os.close(watched)
         self = cls(process, lifeline, reader, writer)
         try:
-            await self._greet(verifiers)
+            await self._greet(verifiers, settings)
         except BaseException:
             await self.kill()
             raise
         return self
 
-    async def _greet(self, verifiers: Sequence[str]) -> None:
+    async def _greet(self, verifiers: Sequence[str], settings: VerifierSettings) -> None:
         names = ", ".join(verifiers)
         replies: list = []
         try:
             async with asyncio.timeout(START_TIMEOUT_SECONDS):
-                await self._send(list(verifiers))
+                await self._send((list(verifiers), settings))
                 while not replies:
                     replies = await self._receive()
         except TimeoutError:
@@ -98,7 +99,7 @@ class VerifierProcess:
         left = len(jobs)
         try:
             async with asyncio.timeout(timeout):
-                await self._send([(job.verifier, job.completion, job.ground_truth, job.prompt) for job in jobs])
+                await self._send([(j.verifier, j.completion, j.ground_truth, j.prompt, j.num_tokens) for j in jobs])
             while left:
                 async with asyncio.timeout(timeout):
                     replies = await self._receive()

@@ -155,4 +155,3 @@ def _parse(value: object) -> object:
         return ast.literal_eval(value)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         return value
-

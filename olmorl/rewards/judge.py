@@ -8,6 +8,7 @@ import asyncio
 import json
 import re
 from collections import OrderedDict
+from dataclasses import dataclass
 
 from olmorl.contract.errors import ConfigError
 from olmorl.rewards.answer_text import tagged_or_whole, without_thoughts
@@ -57,7 +58,9 @@ class Judge:
         answer = tagged_or_whole(completion).strip()
         if not answer:
             return scored(0.0, "no answer in the completion")
-        questions = [ask_about_rubric(criterion, prompt=query or prompt or "", answer=answer) for criterion, _ in criteria]
+        questions = [
+            ask_about_rubric(criterion, prompt=query or prompt or "", answer=answer) for criterion, _ in criteria
+        ]
         try:
             scores = await asyncio.gather(*(self._bench.score(q, lowest=0.0, highest=2.0) for q in questions))
         except Refused as error:
@@ -78,6 +81,12 @@ def read_rubric(ground_truth: object) -> tuple[str, list[tuple[str, float]]] | N
     return (str(value.get("query") or ""), criteria) if weights and min(weights) >= 0 and sum(weights) > 0 else None
 
 
+@dataclass(slots=True)
+class _Asked:
+    task: asyncio.Task[float]
+    waiting: int = 0
+
+
 class Bench:
     """Where all judges of a run sit: one endpoint, one cache."""
 
@@ -95,7 +104,7 @@ class Bench:
         )
         self._model = settings.judge_model
         self._max_tokens = settings.judge_max_tokens
-        self._cache: OrderedDict[str, asyncio.Task[float]] = OrderedDict()
+        self._cache: OrderedDict[str, _Asked] = OrderedDict()
 
     @property
     def trouble(self) -> str:
@@ -107,20 +116,23 @@ class Bench:
 
     async def score(self, question: str, *, lowest: float, highest: float) -> float:
         """Raises Refused when the judge does not give a score."""
-        task = self._cache.get(question)
-        if task is None or task.cancelled():
-            task = asyncio.create_task(self._ask(question, lowest, highest))
-            self._cache[question] = task
-            task.add_done_callback(lambda done: self._on_answer(question, done))
+        asked = self._cache.get(question)
+        if asked is None:
+            asked = self._cache[question] = _Asked(asyncio.create_task(self._ask(question, lowest, highest)))
+            while len(self._cache) > CACHE_SIZE:
+                self._cache.popitem(last=False)
         self._cache.move_to_end(question)
-        while len(self._cache) > CACHE_SIZE:
-            self._cache.popitem(last=False)
-        # Shielded: who runs out of time leaves the others, and the cache, their answer.
-        return await asyncio.shield(task)
-
-    def _on_answer(self, question: str, task: asyncio.Task[float]) -> None:
-        if (task.cancelled() or task.exception() is not None) and self._cache.get(question) is task:
-            del self._cache[question]  # a failure is not kept
+        asked.waiting += 1
+        try:
+            # Shielded: who runs out of time leaves the others their answer.
+            return await asyncio.shield(asked.task)
+        finally:
+            asked.waiting -= 1
+            done = asked.task.done() and not asked.task.cancelled() and asked.task.exception() is None
+            if not done and not asked.waiting:  # a failure is not kept, and nobody asks for nobody
+                asked.task.cancel()
+                if self._cache.get(question) is asked:
+                    del self._cache[question]
 
     async def _ask(self, question: str, lowest: float, highest: float) -> float:
         body = {
@@ -139,9 +151,10 @@ class Bench:
         raise Refused(f"no score from {lowest:g} to {highest:g} in the judge's answer {text[-200:]!r}")
 
     async def close(self) -> None:
-        for task in list(self._cache.values()):
+        tasks = [asked.task for asked in self._cache.values()]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._cache.values(), return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self._endpoint.close()
 
 

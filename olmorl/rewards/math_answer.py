@@ -137,7 +137,7 @@ class StrictMathVerifier(MathVerifier):
     """`strict_math`: the answer must stand in Minerva's phrase."""
 
     @staticmethod
-    def find_answer(completion: str) -> str | None:  # type: ignore[override]
+    def find_answer(completion: str) -> str | None:
         found = MINERVA.findall(without_thoughts(completion))
         if not found:
             return None

@@ -6,13 +6,14 @@ is told apart from those that only waited behind it, and these are judged again 
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from olmorl.contract.errors import ConfigError, OlmoRLError, WorkerError
 from olmorl.rewards.handle import VerifierProcess
+from olmorl.rewards.remote import RemoteVerifiers, is_remote
+from olmorl.rewards.settings import VerifierSettings
 from olmorl.rewards.verdict import Verdict, VerifierJob
-from olmorl.rewards.verifier import find_verifier
 
 MAX_BATCH = 32  # jobs in one message
 
@@ -34,12 +35,21 @@ class VerifierPool:
     before its verdict is `error`; a timeout is final.
     """
 
-    def __init__(self, verifiers: Iterable[str], *, workers: int = 1, timeout_seconds: float = 30.0) -> None:
+    def __init__(
+        self,
+        verifiers: Iterable[str],
+        *,
+        workers: int = 1,
+        timeout_seconds: float = 30.0,
+        settings: VerifierSettings | None = None,
+    ) -> None:
         """Raises ConfigError for an unknown verifier. `timeout_seconds` is for each verdict."""
-        self._verifiers = tuple(dict.fromkeys(verifiers))
-        for name in self._verifiers:
-            find_verifier(name)
-        self._num_workers = workers
+        self._settings = replace(settings or VerifierSettings(), timeout_seconds=timeout_seconds)
+        self._names = tuple(dict.fromkeys(verifiers))
+        self._remote_names = tuple(name for name in self._names if is_remote(name, self._settings))
+        self._verifiers = tuple(name for name in self._names if name not in self._remote_names)
+        self._remote: RemoteVerifiers | None = None
+        self._num_workers = workers if self._verifiers else 0
         self._timeout = timeout_seconds
         self._waiting: deque[_Ticket] = deque()
         self._open: set[_Ticket] = set()
@@ -59,9 +69,11 @@ class VerifierPool:
 
     async def start(self) -> None:
         """Returns when every process has loaded its verifiers. Raises ConfigError when one cannot be loaded."""
+        if self._remote_names:
+            self._remote = RemoteVerifiers(self._remote_names, self._settings)
 
         async def start_one() -> None:
-            self._processes.append(await VerifierProcess.start(self._verifiers))
+            self._processes.append(await VerifierProcess.start(self._verifiers, self._settings))
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -79,17 +91,27 @@ class VerifierPool:
     async def score(self, jobs: Sequence[VerifierJob], *, timeout_seconds: float | None = None) -> list[Verdict]:
         """One verdict a job, in order. Raises WorkerError when the pool is closed or cannot restart its processes."""
         for job in jobs:
-            if job.verifier not in self._verifiers:
-                raise ConfigError(f"verifier {job.verifier!r} is not loaded; loaded are {', '.join(self._verifiers)}")
+            if job.verifier not in self._names:
+                raise ConfigError(f"verifier {job.verifier!r} is not loaded; loaded are {', '.join(self._names)}")
         if self._failure is not None:
             raise self._failure
         timeout = self._timeout if timeout_seconds is None else timeout_seconds
-        loop = asyncio.get_running_loop()
-        tickets = [_Ticket(job, timeout, loop.create_future()) for job in jobs]
-        self._open.update(tickets)
-        self._waiting.extend(tickets)
+        return await asyncio.gather(*(self._ask(job, timeout) for job in jobs))
+
+    def _ask(self, job: VerifierJob, timeout: float) -> Awaitable[Verdict]:
+        if job.verifier in self._remote_names:
+            return self._ask_remote(job, timeout)
+        ticket = _Ticket(job, timeout, asyncio.get_running_loop().create_future())
+        self._open.add(ticket)
+        self._waiting.append(ticket)
         self._arrival.set()
-        return await asyncio.gather(*(ticket.verdict for ticket in tickets))
+        return ticket.verdict
+
+    async def _ask_remote(self, job: VerifierJob, timeout: float) -> Verdict:
+        assert self._remote is not None, "the pool is started"
+        verdict = await self._remote.judge(job, timeout)
+        self.counts[verdict.status] += 1
+        return verdict
 
     async def close(self) -> None:
         """Kills the processes. Whoever still waits for a verdict gets a WorkerError."""
@@ -100,13 +122,16 @@ class VerifierPool:
         for process in self._processes:
             await process.kill()
         self._processes.clear()
+        if self._remote is not None:
+            await self._remote.close()
+            self._remote = None
         self._fail(WorkerError("the verifier pool is closed"))
 
     async def _serve(self, slot: int) -> None:
         """Consumes waiting jobs, produces verdicts; waits for arrivals and its process; unblocked by `score`."""
         while True:
             if not await self._judge(self._processes[slot], await self._take()):
-                self._processes[slot] = await VerifierProcess.start(self._verifiers)
+                self._processes[slot] = await VerifierProcess.start(self._verifiers, self._settings)
                 self.counts["restarts"] += 1
 
     async def _judge(self, process: VerifierProcess, batch: list[_Ticket]) -> bool:

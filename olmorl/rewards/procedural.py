@@ -18,9 +18,7 @@ class ProceduralVerifier:
             raise ConfigError(
                 "the verifier reasoning_gym needs the package of that name: pip install 'olmorl[reasoning-gym]'"
             ) from None
-        self._find: Callable[[str], Callable[[str, dict], float]] = functools.cache(
-            reasoning_gym.get_score_answer_fn
-        )
+        self._find: Callable[[str], Callable[[str, dict], float]] = functools.cache(reasoning_gym.get_score_answer_fn)
 
     def __call__(self, completion: str, ground_truth: object, prompt: str | None = None) -> Verdict:
         metadata = ground_truth.get("metadata") if isinstance(ground_truth, dict) else None

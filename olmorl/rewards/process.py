@@ -4,10 +4,10 @@ Started as `python -P -m olmorl.rewards.process CHANNEL LIFELINE` (file descript
 verifiers asked for. One answer a job, at once: whoever watches knows at any moment which job is running, and so whom
 to blame for a hang or a crash.
 
-Frames on the channel are a length and a payload. The first names the verifiers. Jobs are pickled; answers are JSON,
-so that nothing a verifier does can make the parent run code. The lifeline is a pipe whose write end the parent alone
-holds: when it closes, the kernel sends SIGIO, deadly by default, to the whole process group, also while Python is
-stuck in C code.
+Frames on the channel are a length and a payload. The first names the verifiers, with their settings. Jobs are
+pickled; answers are JSON, so that nothing a verifier does can make the parent run code. The lifeline is a pipe whose
+write end the parent alone holds: when it closes, the kernel sends SIGIO, deadly by default, to the whole process
+group, also while Python is stuck in C code.
 """
 
 import fcntl
@@ -22,8 +22,9 @@ import traceback
 from typing import BinaryIO
 
 from olmorl.contract.errors import ConfigError
+from olmorl.rewards.settings import VerifierSettings
 from olmorl.rewards.verdict import VerifierJob
-from olmorl.rewards.verifier import Verifier, find_verifier, load_verifier, run_verifier
+from olmorl.rewards.verifier import Verifier, counts_tokens, find_verifier, load_verifier, run_verifier
 
 HEADER = struct.Struct("<I")
 MAX_DETAIL = 500  # characters
@@ -35,14 +36,21 @@ def main(channel: int, lifeline: int) -> None:
     die_with_parent(lifeline)
     jobs = os.fdopen(channel, "rb", closefd=False)
     try:
-        verifiers = load_verifiers(pickle.loads(_read_frame(jobs)))
+        verifiers = load_verifiers(*pickle.loads(_read_frame(jobs)))
     except ConfigError as error:
         _write_frame(channel, {"error": str(error)})
         return
     _write_frame(channel, {"ready": True})
+    counting = {name for name, verifier in verifiers.items() if counts_tokens(verifier)}
     while payload := _read_frame(jobs):
-        for name, completion, ground_truth, prompt in pickle.loads(payload):
-            job = VerifierJob(verifier=name, completion=completion, ground_truth=ground_truth, prompt=prompt)
+        for name, completion, ground_truth, prompt, num_tokens in pickle.loads(payload):
+            job = VerifierJob(
+                verifier=name,
+                completion=completion,
+                ground_truth=ground_truth,
+                prompt=prompt,
+                num_tokens=num_tokens if name in counting else None,
+            )
             verdict = run_verifier(verifiers[name], job)
             _write_frame(channel, (verdict.status, verdict.reward, verdict.detail[:MAX_DETAIL]))
 
@@ -56,12 +64,12 @@ def die_with_parent(lifeline: int) -> None:
         sys.exit(1)
 
 
-def load_verifiers(names: list[str]) -> dict[str, Verifier]:
+def load_verifiers(names: list[str], settings: VerifierSettings) -> dict[str, Verifier]:
     verifiers = {}
     for name in names:
         path = find_verifier(name)
         try:
-            verifiers[name] = load_verifier(path)
+            verifiers[name] = load_verifier(path, settings)
         except ConfigError:
             raise
         except (Exception, SystemExit) as error:  # whatever a module of the user's does when it is imported

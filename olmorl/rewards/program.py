@@ -122,9 +122,7 @@ class CodeVerifier:
         failure = next((_describe(o) for o, ok in zip(outcomes, passed, strict=True) if not ok), "")
         if len(outcomes) < len(programs):
             failure = failure or "out of time"
-        return share_passed(
-            passed + [False] * (len(programs) - len(passed)), threshold=self._threshold, why=failure
-        )
+        return share_passed(passed + [False] * (len(programs) - len(passed)), threshold=self._threshold, why=failure)
 
 
 class CodeStdioVerifier(CodeVerifier):

@@ -11,9 +11,9 @@ from fractions import Fraction
 GROUPED = re.compile(r"\d{1,3}(?:,\d{3})+|\d{1,2}(?:,\d{2})+,\d{3}")  # the second: India
 DIGITS = r"(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
 FRACTION = re.compile(
-    rf"""(?P<sign>[-+]?)
+    r"""(?P<sign>[-+]?)
     (?:(?P<whole>\d+)\ ?(?=[\\\d]))?
-    (?:\\frac\{{(?P<a>-?\d+)\}}\{{(?P<b>\d+)\}}|\\frac(?P<c>\d)(?P<d>\d)|(?P<e>\d+)\ ?/\ ?(?P<f>\d+))""",
+    (?:\\frac\{(?P<a>-?\d+)\}\{(?P<b>\d+)\}|\\frac(?P<c>\d)(?P<d>\d)|(?P<e>\d+)\ ?/\ ?(?P<f>\d+))""",
     re.VERBOSE,
 )
 NUMBER = re.compile(rf"(?P<sign>[-+]?) ?(?P<digits>{DIGITS})\.?(?!\d)")

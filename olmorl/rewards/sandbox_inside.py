@@ -292,9 +292,9 @@ def _tasks_of(uid: int) -> int:
 
 def execute(source: str) -> int:
     """As `python program.py` would; at the end of the source the token is passed on."""
-    sys.stdin = open(0, encoding="utf-8", errors="replace", closefd=False)
-    sys.stdout = open(1, "w", encoding="utf-8", errors="replace", closefd=False)
-    sys.stderr = open(2, "w", encoding="utf-8", errors="replace", closefd=False, buffering=1)
+    sys.stdin = os.fdopen(0, encoding="utf-8", errors="replace", closefd=False)
+    sys.stdout = os.fdopen(1, "w", encoding="utf-8", errors="replace", closefd=False)
+    sys.stderr = os.fdopen(2, "w", encoding="utf-8", errors="replace", closefd=False, buffering=1)
     sys.argv, sys.path[0] = ["program.py"], ""
     for name in [name for name in sys.modules if name.partition(".")[0] == "olmorl"]:
         del sys.modules[name]

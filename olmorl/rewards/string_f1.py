@@ -41,4 +41,3 @@ def f1(answer: str, truth: str) -> float:
 def words(text: str) -> list[str]:
     text = unicodedata.normalize("NFKC", text).casefold().translate(WITHOUT_PUNCTUATION)
     return [word for word in text.split() if word not in ARTICLES]
-

@@ -13,6 +13,8 @@ class VerifierJob:
     completion: str
     ground_truth: object
     prompt: str | None = None
+    num_tokens: int | None = None
+    """of the completion; for verifiers that have a parameter of this name"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,26 +2,74 @@
 
 import difflib
 import importlib
+import inspect
 import math
 import numbers
 from collections.abc import Callable, Iterable
+from typing import cast
 
 from olmorl.contract.errors import ConfigError
+from olmorl.rewards.settings import VerifierSettings
 from olmorl.rewards.verdict import Verdict, VerifierJob
 
 Verifier = Callable[[str, object, str | None], object]
 """(completion, ground_truth, prompt) -> number, bool (0 or 1) or Verdict"""
 
 BUILTIN = {
+    "code": "olmorl.rewards.program:CodeVerifier",
+    "code_stdio": "olmorl.rewards.program:CodeStdioVerifier",
+    "flan": "olmorl.rewards.string_match:flan",
+    "format": "olmorl.rewards.think_format:think_format",
     "gsm8k": "olmorl.rewards.gsm8k:gsm8k",
+    "ifeval": "olmorl.rewards.ifeval:ifeval",
+    "ifeval_old": "olmorl.rewards.ifeval:ifeval_old",
+    "ifeval_strict": "olmorl.rewards.ifeval:ifeval_strict",
+    "math": "olmorl.rewards.math_answer:MathVerifier",
+    "max_length": "olmorl.rewards.response_length:max_length",
+    "passthrough": "olmorl.rewards.passthrough:passthrough",
+    "puzzle": "olmorl.rewards.string_match:puzzle",
+    "re_search": "olmorl.rewards.string_match:search_match",
+    "re_search_f1": "olmorl.rewards.string_f1:search_f1",
+    "reasoning_gym": "olmorl.rewards.procedural:ProceduralVerifier",
     "regex": "olmorl.rewards.regex:regex",
+    "strict_math": "olmorl.rewards.math_answer:StrictMathVerifier",
+    "string_f1": "olmorl.rewards.string_f1:string_f1",
     "string_match": "olmorl.rewards.string_match:string_match",
+    "string_matcher": "olmorl.rewards.string_match:string_matcher",
+    "up_to_max_length": "olmorl.rewards.response_length:up_to_max_length",
 }
 """by import path, so that a process loads only what it runs"""
 
+JUDGES = {"judge": "judge", "rubric": "rubric"} | {
+    f"general-{kind}": kind
+    for kind in (
+        "quality",
+        "quality_ref",
+        "quality_rubric",
+        "safety",
+        "factuality",
+        "creative_writing",
+        "refusal",
+        "web_instruct_general_verifier",
+    )
+}
+"""name -> what the judge is asked (olmorl.rewards.judge_prompts); these run on the event loop, for they only wait"""
 
-def find_verifier(name: str) -> str:
-    """The import path that `name` stands for. Raises ConfigError, naming the nearest, for an unknown name.
+ALIASES = {
+    "math-lighteval": "math",
+    "math-500": "math",
+    "math500": "math",
+    "math_dapo": "math",
+    "aime": "math",
+    "aime24": "math",
+    "aime25": "math",
+}
+"""what data sets call their source, where that says how to score"""
+
+
+def canonical_name(name: str) -> str:
+    """`name` as the registry has it; a path of one's own stays as it is. Raises ConfigError, naming the nearest, for an
+    unknown name.
 
     Data sets write their source before the name ("openai/gsm8k"). A path of one's own is not imported here: that may
     take long and pull in anything, and is left to the verifier's own process.
@@ -32,31 +80,39 @@ def find_verifier(name: str) -> str:
             raise ConfigError(f"verifier {name!r} is not of the form my_module:my_function")
         return name
     short = name.rpartition("/")[2].lower()
-    if short in BUILTIN:
-        return BUILTIN[short]
-    close = difflib.get_close_matches(short, BUILTIN, n=1, cutoff=0.4)
+    short = ALIASES.get(short, short)
+    if short in BUILTIN or short in JUDGES:
+        return short
+    close = difflib.get_close_matches(short, [*BUILTIN, *JUDGES, *ALIASES], n=1, cutoff=0.4)
     hint = f"did you mean {close[0]!r}? " if close else ""
+    known = ", ".join([*BUILTIN, *JUDGES])
     raise ConfigError(
-        f"unknown verifier {name!r}; {hint}known are {', '.join(BUILTIN)}, or one of your own as my_module:my_function"
+        f"unknown verifier {name!r}; {hint}known are {known}, or one of your own as my_module:my_function"
     )
 
 
-def choose_verifiers(setting: str | None, rows: Iterable[str | None]) -> tuple[str, ...]:
-    """The names a run must load: reward.verifier for all rows, or else what each row names."""
-    if setting is not None:
-        return (setting,)
-    names = dict.fromkeys(rows)
+def find_verifier(name: str) -> str:
+    """The import path of a verifier that runs in a process. Raises ConfigError."""
+    canonical = canonical_name(name)
+    return BUILTIN.get(canonical, canonical)
+
+
+def choose_verifiers(named: Iterable[str | None]) -> tuple[str, ...]:
+    """The names a run must load, of those that its rows name. Raises ConfigError if a row names none."""
+    names = dict.fromkeys(named)
     if None in names:
         raise ConfigError(
-            "the data names no verifier for its rows; set reward.verifier to one of "
-            f"{', '.join(BUILTIN)}, or to one of your own as my_module:my_function"
+            "the data names no verifier for its rows; set reward.verifier, or `verifier` of the data source, to one of "
+            f"{', '.join([*BUILTIN, *JUDGES])}, or to one of your own as my_module:my_function"
         )
     return tuple(name for name in names if name is not None)
 
 
-def load_verifier(path: str) -> Verifier:
-    """Import "module:attribute"; a class is instantiated. Raises ConfigError where the path is at fault; what the
-    module itself raises at import comes through."""
+def load_verifier(path: str, settings: VerifierSettings | None = None) -> Verifier:
+    """Import "module:attribute"; a class is instantiated, from the settings if it has `from_settings`.
+
+    Raises ConfigError where the path is at fault; what the module itself raises at import comes through.
+    """
     module_name, _, attribute = path.partition(":")
     try:
         target: object = importlib.import_module(module_name)
@@ -74,15 +130,26 @@ def load_verifier(path: str) -> Verifier:
             raise ConfigError(f"verifier {path!r}: {module_name} has no {part!r}{hint}")
         target = getattr(target, part)
     if isinstance(target, type):
-        target = target()
+        from_settings = getattr(target, "from_settings", None)
+        target = target() if from_settings is None else from_settings(settings or VerifierSettings())
     if not callable(target):
         raise ConfigError(f"verifier {path!r} is a {type(target).__name__}, which cannot be called")
     return target
 
 
+def counts_tokens(verifier: Verifier) -> bool:
+    try:
+        return "num_tokens" in inspect.signature(verifier).parameters
+    except (TypeError, ValueError):  # of something built in
+        return False
+
+
 def run_verifier(verifier: Verifier, job: VerifierJob) -> Verdict:
     """Judge one completion. An exception becomes an error verdict: it costs one sample, not the run."""
     try:
+        if job.num_tokens is not None:  # set only for a verifier that counts
+            counting = cast(Callable[..., object], verifier)
+            return read_value(counting(job.completion, job.ground_truth, job.prompt, num_tokens=job.num_tokens))
         return read_value(verifier(job.completion, job.ground_truth, job.prompt))
     except (Exception, SystemExit) as error:
         return Verdict(status="error", detail=f"{type(error).__name__}: {error}")
