@@ -10,6 +10,7 @@ from olmorl.cli.finding import Finding
 from olmorl.cli.machine_checks import check_machine
 from olmorl.cli.package_checks import check_packages
 from olmorl.cli.run_checks import check_run
+from olmorl.cli.sandbox_checks import check_sandbox
 
 PROBE_TIMEOUT_SECONDS = 120
 
@@ -28,6 +29,7 @@ def _findings(config_path: Path | None) -> Iterator[Finding]:
     yield from check_packages()
     yield from probe_torch()
     yield from check_machine(Path.cwd())
+    yield from check_sandbox()
     if config_path is not None:
         yield from check_run(config_path)
 

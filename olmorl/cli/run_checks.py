@@ -7,11 +7,10 @@ from pathlib import Path
 from olmorl.cli.finding import Finding
 from olmorl.cli.shadowed import find_shadowed
 from olmorl.config.load import load_config
-from olmorl.config.schema import Config
+from olmorl.config.schema import Config, SourceSection
 from olmorl.contract.errors import ConfigError, DataError, ModelError, PlacementError
 from olmorl.controller.placement import count_gpus, plan_placement
-from olmorl.data.dialect import read_example
-from olmorl.data.rows import read_rows
+from olmorl.data.source import read_source
 
 
 def check_run(config_path: Path) -> Iterator[Finding]:
@@ -23,9 +22,10 @@ def check_run(config_path: Path) -> Iterator[Finding]:
     yield Finding("ok", f"{config_path} is a valid config")
     if not find_shadowed():  # the engine says which models it knows
         yield check_model(config.model.path)
-    files = [*config.data.train, *([config.eval.data] if config.eval.data else [])]
-    for file in files:
-        yield check_data(Path(file))
+    for source in config.data.train:
+        yield check_data(source)
+    if config.eval.data is not None:
+        yield check_data(SourceSection(path=config.eval.data))
     yield _placement(config)
 
 
@@ -48,14 +48,16 @@ def check_model(path: str) -> Finding:
     return Finding("ok", f"model {path}")
 
 
-def check_data(path: Path) -> Finding:
+def check_data(source: SourceSection) -> Finding:
     """Its first row is read as the run will read it; the run itself looks at every row."""
     try:
-        place, row = next(iter(read_rows(path)))
-        example = read_example(row, place=place, file=path)
-    except DataError as error:
+        _, example = next(iter(read_source(source)))
+    except StopIteration:
+        return Finding("fail", f"data: {source.path} holds no rows", "correct the path or the data")
+    except (ConfigError, DataError) as error:
         return Finding("fail", f"data: {error}", "correct the path or the file")
-    return Finding("ok", f"data {path} (source {example.data_source}, columns {', '.join(row)})")
+    verifiers = ", ".join(check.verifier or "none" for check in example.checks)
+    return Finding("ok", f"data {source.path} (source {example.data_source}, verifier {verifiers})")
 
 
 def _placement(config: Config) -> Finding:

@@ -1,6 +1,7 @@
 """Write a Config as TOML, so that a run directory says exactly what ran.
 
-The standard library reads TOML but does not write it; our sections hold only scalars and flat lists.
+The standard library reads TOML but does not write it; our sections hold only scalars, lists and
+inline tables.
 """
 
 import json
@@ -28,5 +29,8 @@ def _format(value: object) -> str:
     if isinstance(value, str | Path):
         # A JSON string is a TOML string, but for DEL, which TOML wants escaped too.
         return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
-    assert isinstance(value, tuple), f"no TOML form for {value!r}"
+    if isinstance(value, dict):
+        pairs = (f"{_format(key)} = {_format(item)}" for key, item in value.items() if item is not None)
+        return f"{{{', '.join(pairs)}}}"
+    assert isinstance(value, tuple | list), f"no TOML form for {value!r}"
     return f"[{', '.join(_format(item) for item in value)}]"

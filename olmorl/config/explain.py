@@ -1,11 +1,13 @@
 """pydantic's findings as lines a user can act on: field, value, where it was said, what is allowed."""
 
+import difflib
 from collections.abc import Mapping
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from olmorl.config.names import FIELDS
+from olmorl.config.schema import SourceSection
 
 
 def explain(error: ValidationError, wheres: Mapping[str, str]) -> str:
@@ -21,13 +23,18 @@ def _name(detail: ErrorDetails) -> str:
     parts = detail["loc"]
     if detail["type"] == "missing":  # of a list that is too short: the list is at fault
         parts = parts[:2]
+    if detail["type"] == "extra_forbidden":  # only of a table inside a section; find_key has seen all others
+        parts = parts[:-1]
     items = "".join(f"[{part}]" for part in parts[2:] if isinstance(part, int))
-    return ".".join(str(part) for part in parts[:2]) + items
+    inner = "".join(f".{part}" for part in parts[3:] if isinstance(part, str) and part in SourceSection.model_fields)
+    return ".".join(str(part) for part in parts[:2]) + items + inner
 
 
 def _describe(name: str, details: list[ErrorDetails], wheres: Mapping[str, str]) -> str:
     key = name.partition("[")[0]
     first = details[0]
+    if first["type"] == "extra_forbidden":
+        return f"{name} has {_nearest_of_source(str(first['loc'][-1]))}"
     if first["type"] == "value_error":  # from a validator that looks at several fields: it says all itself
         return f"{f'[{name}] ' if name else ''}{first['msg'].removeprefix('Value error, ')}"
     text = FIELDS[key].description if key in FIELDS else None
@@ -37,6 +44,12 @@ def _describe(name: str, details: list[ErrorDetails], wheres: Mapping[str, str])
     where = f" in {wheres[key]}" if key in wheres else ""
     allowed = " or ".join(_allowed(detail) for detail in details)
     return f"{name} is {first['input']!r}{where}; it must be {allowed}{help_text}"
+
+
+def _nearest_of_source(key: str) -> str:
+    close = difflib.get_close_matches(key, SourceSection.model_fields, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"its keys are {', '.join(SourceSection.model_fields)}"
+    return f"an unknown key {key!r}; {hint}"
 
 
 def _allowed(detail: ErrorDetails) -> str:

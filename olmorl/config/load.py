@@ -72,7 +72,8 @@ def _read_file(path: Path) -> dict[str, Setting]:
 
     settings: dict[str, Setting] = {}
     for name, value in _flatten(document):
-        if isinstance(value, dict) and not value:  # an empty section says nothing, but its name must be known
+        # An empty section says nothing, but its name must be known.
+        if isinstance(value, dict) and not value and name not in FIELDS:
             if name not in SECTIONS:
                 find_key(f"{name}.", where=where)
             continue
@@ -86,7 +87,7 @@ def _read_file(path: Path) -> dict[str, Setting]:
 def _flatten(document: dict[str, object], prefix: str = "") -> list[tuple[str, object]]:
     pairs: list[tuple[str, object]] = []
     for name, value in document.items():
-        if isinstance(value, dict) and value:
+        if isinstance(value, dict) and value and prefix + name not in FIELDS:
             pairs += _flatten(value, f"{prefix}{name}.")
         else:
             pairs.append((prefix + name, value))
@@ -137,12 +138,13 @@ def _resolve_paths(config: Config, folders: Sequence[Path]) -> Config:
     def resolve(text: str) -> str:
         for folder in folders:
             candidate = folder / os.path.expanduser(text)
-            if candidate.exists():
+            if os.path.exists(candidate):
                 return os.path.abspath(candidate)
         return text
 
     model = config.model.model_copy(update={"path": resolve(config.model.path)})
-    data = config.data.model_copy(update={"train": tuple(resolve(file) for file in config.data.train)})
+    sources = tuple(source.model_copy(update={"path": resolve(source.path)}) for source in config.data.train)
+    data = config.data.model_copy(update={"train": sources})
     update: dict[str, object] = {"model": model, "data": data}
     if config.eval.data is not None:
         update["eval"] = config.eval.model_copy(update={"data": resolve(config.eval.data)})

@@ -30,6 +30,11 @@ ALIASES = {
     "clip_lower": "loss.clip_low",
     "clip_higher": "loss.clip_high",
     "inflight_updates": "sync.mode",
+    "verification_reward": "reward.scale",
+    "code_max_execution_time": "reward.code_seconds",
+    "code_pass_rate_reward_threshold": "reward.code_pass_threshold",
+    "llm_judge_model": "reward.judge_model",
+    "llm_judge_max_tokens": "reward.judge_max_tokens",
 }
 """open-instruct's own flag names"""
 
@@ -52,6 +57,8 @@ def find_key(name: str, *, where: str) -> str:
 
 def _describe_unknown(name: str) -> str:
     section, _, key = name.rpartition(".")
+    if section.partition(".")[0] in SECTIONS and "." in section:  # a table where no key is one
+        return _describe_unknown(section)
     if section and section not in SECTIONS:
         return _describe_unknown_section(section, key)
     nearest = _nearest_key(section, key)

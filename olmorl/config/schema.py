@@ -3,13 +3,24 @@
 A field's docstring is its help text. What a section needs beyond its own fields is checked in `Config` at the end.
 """
 
+import math
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+PROCEDURAL = "reasoning_gym:"
+
+
+def _as_list(values: object, key: str) -> object:
+    """A single text or table stands for a list of one."""
+    if isinstance(values, dict) and isinstance(values.get(key), str | dict):
+        return {**values, key: (values[key],)}
+    return values
 
 
 class Section(BaseModel):
@@ -40,9 +51,54 @@ class ModelSection(Section):
     """auto: float32 on CPU, bfloat16 on CUDA"""
 
 
+class SourceSection(Section):
+    """One source of prompts. Of several, each epoch holds every prompt once, unless weights or counts say otherwise."""
+
+    path: str = Field(min_length=1)
+    """a .jsonl, .json or .parquet file (the first two also .gz), a folder of a Hugging Face data set, a hub id, or
+    reasoning_gym:TASK"""
+    name: str | None = None
+    """in the metrics; None takes what the rows say, or the path"""
+    split: str = "train"
+    """of a Hugging Face data set"""
+    subset: str | None = None
+    """of a Hugging Face data set: its configuration"""
+    streaming: bool = False
+    """read a hub data set row by row, as far as `limit`, without downloading it whole"""
+    limit: int | None = Field(None, ge=1)
+    """read only so many rows; of reasoning_gym: make so many"""
+    weight: float | None = Field(None, gt=0)
+    """share of this source in each epoch, relative to the other weights"""
+    count: int | None = Field(None, ge=1)
+    """prompts of this source in each epoch; all its prompts take their turn over the epochs"""
+    verifier: tuple[str, ...] | None = Field(None, strict=False)
+    """takes the place of what the rows say; a name, my_module:my_function, or a list of them"""
+    prompt_column: str | None = None
+    answer_column: str | None = None
+    options: dict[str, Any] = {}
+    """of the task, for reasoning_gym"""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_verifier(cls, values: object) -> object:
+        return _as_list(values, "verifier")
+
+    @model_validator(mode="after")
+    def _keys_agree(self) -> "SourceSection":
+        if self.weight is not None and self.count is not None:
+            raise ValueError(f"data source {self.path!r} has both a weight and a count; keep one")
+        if self.streaming and self.limit is None:
+            raise ValueError(
+                f"data source {self.path!r} is streamed without an end; set `limit` to the number of rows to read"
+            )
+        if self.options and not self.path.startswith(PROCEDURAL):
+            raise ValueError(f"data source {self.path!r} has options, which only {PROCEDURAL}TASK takes")
+        return self
+
+
 class DataSection(Section):
-    train: tuple[str, ...] = Field(min_length=1, strict=False)
-    """jsonl or parquet files; a single string is one file"""
+    train: tuple[SourceSection, ...] = Field(min_length=1, strict=False)
+    """where prompts come from: a path, a table {path, weight, ...}, or a list of them"""
     apply_chat_template: bool | Literal["auto"] = "auto"
     """auto: when the prompts are chat messages, or the tokenizer has a chat template"""
     system_prompt: str | None = None
@@ -50,20 +106,60 @@ class DataSection(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _one_file(cls, values: object) -> object:
-        if isinstance(values, dict) and isinstance(values.get("train"), str):
-            return {**values, "train": (values["train"],)}
+    def _paths_are_sources(cls, values: object) -> object:
+        values = _as_list(values, "train")
+        if isinstance(values, dict) and isinstance(values.get("train"), list | tuple):
+            sources = tuple({"path": source} if isinstance(source, str) else source for source in values["train"])
+            return {**values, "train": sources}
         return values
+
+    @model_validator(mode="after")
+    def _all_or_none_weighted(self) -> "DataSection":
+        weighted = [source.weight is not None for source in self.train]
+        if any(weighted) and not all(weighted):
+            source = self.train[weighted.index(False)]
+            raise ValueError(f"data.train: {source.path!r} has no weight, but others have; give all one, or none")
+        return self
 
 
 class RewardSection(Section):
-    verifier: str | None = None
-    """name or my_module:my_function; None takes each row's own"""
+    verifier: tuple[str, ...] | None = Field(None, strict=False)
+    """name or my_module:my_function, or a list of them, whose rewards are added; None takes each row's own"""
+    weights: dict[str, float] = {}
+    """of verifiers, by name, where several judge one row; 1 if not named"""
+    remap: dict[str, str] = {}
+    """verifiers that take the place of those the rows name: {old = "new"}"""
     scale: float = Field(1.0, gt=0)
     """multiplies every reward"""
     timeout_seconds: float = Field(30.0, gt=0)
     workers: int = Field(1, ge=1)
     """verifier processes"""
+    code_api_url: str | None = None
+    """a code server in place of this machine's sandbox; None takes CODE_API_URL"""
+    code_seconds: float = Field(1.0, gt=0)
+    """CPU time of a program for each test"""
+    code_memory_mb: int = Field(1024, ge=64)
+    code_pass_threshold: float = Field(0.0, ge=0, le=1)
+    """share of tests below which a program's reward is 0"""
+    judge_url: str | None = None
+    """OpenAI-compatible endpoint of the judge; None takes OPENAI_BASE_URL"""
+    judge_model: str | None = None
+    judge_max_tokens: int = Field(2048, ge=1)
+    judge_concurrency: int = Field(32, ge=1)
+    """questions the judge is asked at once"""
+    judge_requests_per_second: float | None = Field(None, gt=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_verifier(cls, values: object) -> object:
+        return _as_list(values, "verifier")
+
+    @model_validator(mode="after")
+    def _weights_count(self) -> "RewardSection":
+        for name, weight in self.weights.items():
+            if weight == 0 or not math.isfinite(weight):
+                raise ValueError(f"reward.weights: {name} = {weight}; a weight is a number other than 0")
+        return self
 
 
 class RolloutSection(Section):

@@ -3,6 +3,7 @@
 import asyncio
 import os
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from olmorl.controller.recorder import Recorder, Totals
 from olmorl.controller.resume import DriverState, PromptQueue
 from olmorl.controller.rollout import RolloutService
 from olmorl.controller.run_directory import RunDirectory
-from olmorl.controller.scoring import Scorer
+from olmorl.controller.scoring import Scorer, verifiers_to_load
 from olmorl.controller.session import Session
 from olmorl.controller.supervisor import EngineSupervisor
 from olmorl.controller.sync import WeightSync
@@ -26,7 +27,6 @@ from olmorl.data.prompt_set import PromptSet, load_prompts
 from olmorl.data.stream import PromptStream
 from olmorl.data.tokenizer import PromptEncoder, load_tokenizer
 from olmorl.metrics.sinks import open_sinks
-from olmorl.rewards.verifier import choose_verifiers
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +48,16 @@ def load_inputs(config: Config) -> Inputs:
         apply_chat_template=data.apply_chat_template,
         system_prompt=data.system_prompt,
     )
-    train = load_prompts(data.train, encoder=encoder, max_prompt_tokens=rollout.max_prompt_tokens)
+    load = partial(
+        load_prompts,
+        encoder=encoder,
+        max_prompt_tokens=rollout.max_prompt_tokens,
+        verifiers=config.reward.verifier,
+    )
+    train = load(data.train)
     evaluation: list[Prompt] = []
     if config.eval.data is not None:
-        held_out = load_prompts([config.eval.data], encoder=encoder, max_prompt_tokens=rollout.max_prompt_tokens)
+        held_out = load([config.eval.data])
         stream = PromptStream(held_out, seed=0, shuffle=False)
         evaluation = [stream.next() for _ in range(min(len(held_out), config.eval.limit or len(held_out)))]
     canary = canary_sequences(
@@ -59,8 +65,8 @@ def load_inputs(config: Config) -> Inputs:
         count=config.sync.canary_sequences,
         length=config.sync.canary_tokens,
     )
-    rows = [*train.verifiers, *(prompt.verifier for prompt in evaluation)]
-    return Inputs(train, evaluation, choose_verifiers(config.reward.verifier, rows), canary)
+    rows = [*train.verifiers, *(check.verifier for prompt in evaluation for check in prompt.checks)]
+    return Inputs(train, evaluation, verifiers_to_load(config.reward, rows), canary)
 
 
 async def compose(

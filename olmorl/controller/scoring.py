@@ -1,45 +1,67 @@
 """From finished samples to verdicts: what to ask the verifiers, and what their answers mean for a sample."""
 
+import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
 
 from olmorl.config.schema import RewardSection
+from olmorl.contract.errors import ConfigError
 from olmorl.contract.generation import RolloutSample
 from olmorl.controller.group import ScoredSample
 from olmorl.data.prompt import Prompt
+from olmorl.rewards.combine import combine
 from olmorl.rewards.pool import VerifierPool
-from olmorl.rewards.verdict import VerifierJob
+from olmorl.rewards.settings import VerifierSettings
+from olmorl.rewards.verdict import Verdict, VerifierJob
+from olmorl.rewards.verifier import canonical_name, choose_verifiers
+
+
+def verifiers_to_load(section: RewardSection, named: Iterable[str | None]) -> tuple[str, ...]:
+    """Those that the rows name, after reward.remap. Raises ConfigError: a row names none, or one that does not exist,
+    or a weight is of none of them."""
+    names = choose_verifiers(section.remap.get(name or "", name) for name in named)
+    known = {canonical_name(name) for name in names}
+    for name in section.weights:
+        if canonical_name(name) not in known:
+            raise ConfigError(f"reward.weights: no row is judged by {name!r}; the verifiers are {', '.join(names)}")
+    return names
+
+
+def verifier_settings(section: RewardSection) -> VerifierSettings:
+    """What the config leaves open comes from the environment."""
+    names = {field.name for field in fields(VerifierSettings)} & set(RewardSection.model_fields)
+    said = {name: value for name in names if (value := getattr(section, name)) is not None}
+    return VerifierSettings(**said)
 
 
 class Scorer:
     """Scores samples in the verifier processes of `pool`."""
 
-    def __init__(self, pool: VerifierPool, *, verifier: str | None) -> None:
+    def __init__(self, pool: VerifierPool, *, section: RewardSection) -> None:
         self._pool = pool
-        self._verifier = verifier
+        self._remap = section.remap
+        self._weights = {canonical_name(name): weight for name, weight in section.weights.items()}
         self._seconds = 0.0
 
     @classmethod
     async def start(cls, section: RewardSection, *, verifiers: Sequence[str]) -> "Scorer":
-        pool = VerifierPool(verifiers, workers=section.workers, timeout_seconds=section.timeout_seconds)
+        settings = verifier_settings(section)
+        timeout = section.timeout_seconds
+        pool = VerifierPool(verifiers, workers=section.workers, timeout_seconds=timeout, settings=settings)
         await pool.start()
-        return cls(pool, verifier=section.verifier)
+        return cls(pool, section=section)
 
     async def score(self, prompt: Prompt, samples: Sequence[RolloutSample]) -> list[ScoredSample]:
         """In the order of `samples`. What an engine gave up is an error, never a wrong answer."""
-        verifier = self._verifier or prompt.verifier
-        assert verifier is not None, f"{prompt.prompt_id} names no verifier"
         whole = [s for s in samples if s.finish_reason != "abort"]
         started = time.perf_counter()
-        jobs = [
-            VerifierJob(verifier=verifier, completion=s.text, ground_truth=prompt.ground_truth, prompt=prompt.text)
-            for s in whole
-        ]
-        verdicts = dict(zip((s.sample_index for s in whole), await self._pool.score(jobs), strict=True))
+        verdicts = await asyncio.gather(*(self._judge(prompt, sample) for sample in whole))
         self._seconds += time.perf_counter() - started
+        by_index = dict(zip((s.sample_index for s in whole), verdicts, strict=True))
         scored = []
         for sample in samples:
-            verdict = verdicts.get(sample.sample_index)
+            verdict = by_index.get(sample.sample_index)
             if verdict is None:
                 detail = sample.error or "aborted by the engine"
                 scored.append(ScoredSample(sample=sample, reward=None, verdict="error", detail=detail))
@@ -48,6 +70,24 @@ class Scorer:
                     ScoredSample(sample=sample, reward=verdict.reward, verdict=verdict.status, detail=verdict.detail)
                 )
         return scored
+
+    async def _judge(self, prompt: Prompt, sample: RolloutSample) -> Verdict:
+        names = []
+        for check in prompt.checks:
+            assert check.verifier is not None, f"{prompt.prompt_id} names no verifier"
+            names.append(self._remap.get(check.verifier, check.verifier))
+        jobs = [
+            VerifierJob(
+                verifier=name,
+                completion=sample.text,
+                ground_truth=check.ground_truth,
+                prompt=prompt.text,
+                num_tokens=len(sample.token_ids),
+            )
+            for name, check in zip(names, prompt.checks, strict=True)
+        ]
+        weights = [self._weights.get(canonical_name(name), 1.0) for name in names]
+        return combine(await self._pool.score(jobs), weights, names=names)
 
     def drain_seconds(self) -> float:
         """Seconds that samples waited for verdicts since the last call, added up over concurrent calls."""

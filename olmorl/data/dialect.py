@@ -1,26 +1,36 @@
 """The column dialects of the field, read into one shape.
 
-A dialect is recognised by the columns a row has. What a row says about its verifier is kept as it stands; whether
-that verifier exists is for the rewards to say.
+A dialect is recognised by the columns a row has. What a row says about its verifiers is kept as it stands; whether they
+exist is for the rewards to say.
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 from olmorl.contract.errors import DataError
+from olmorl.data.prompt import Check
 from olmorl.data.rows import Row
 
 Messages = tuple[dict[str, str], ...]
 
-PROMPT_COLUMNS = ("prompt", "question", "problem")
+PROMPT_COLUMNS = ("prompt", "question", "problem", "messages")
 ANSWER_COLUMNS = ("answer", "solution", "ground_truth")
 DIALECTS = (
     "messages, ground_truth, dataset (open-instruct)",
     "prompt, data_source, reward_model{ground_truth} (verl)",
-    "prompt | question | problem with answer | solution (TRL, GSM8K, MATH)",
+    "prompt | question | problem | messages with answer | solution | ground_truth (TRL, GSM8K, MATH)",
 )
 GSM8K_ANSWER = re.compile(r"####\s*(\S.*?)\s*\Z")  # what GSM8K puts behind its worked solution
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Columns:
+    """What a data source says about columns of names of its own."""
+
+    prompt: str | None = None
+    answer: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,50 +38,77 @@ class Example:
     """One row, whatever its dialect."""
 
     prompt: str | Messages
-    ground_truth: object
+    checks: tuple[Check, ...]
     data_source: str
     """names the row's rewards in the metrics"""
-    verifier: str | None
-    """None: the row names none"""
 
 
-def read_example(row: Row, *, place: str, file: str | Path) -> Example:
-    """`file` names the data source of rows that name none. Raises DataError."""
-    if "messages" in row and "dataset" in row:
-        return _read_open_instruct(row, place)
-    if "prompt" in row and "reward_model" in row:
-        return _read_verl(row, place)
-    prompt_column = next((name for name in PROMPT_COLUMNS if name in row), None)
-    answer_column = next((name for name in ANSWER_COLUMNS if name in row), None)
-    if prompt_column is None or answer_column is None:
-        raise DataError(
-            f"{place}: the columns {', '.join(row) or '(none)'} are no known dialect; known are: " + "; ".join(DIALECTS)
-        )
+def read_example(row: Row, *, place: str, source: str, columns: Columns | None = None) -> Example:
+    """`source` names the data source of rows that name none. Raises DataError."""
+    columns = columns or Columns()
+    if columns.prompt is None and columns.answer is None:
+        if "messages" in row and "dataset" in row:
+            return _read_open_instruct(row, place)
+        if "prompt" in row and "reward_model" in row:
+            return _read_verl(row, place)
+    prompt_column = _find_column(row, columns.prompt, PROMPT_COLUMNS, place)
+    answer_column = _find_column(row, columns.answer, ANSWER_COLUMNS, place)
     answer = _required(row, answer_column, place)
     if isinstance(answer, str) and (match := GSM8K_ANSWER.search(answer)):
         answer = match.group(1)
-    source = row.get("data_source")
+    named, verifier = row.get("data_source"), row.get("verifier")
     return Example(
         prompt=_read_prompt(row[prompt_column], prompt_column, place),
-        ground_truth=answer,
-        data_source=source if isinstance(source, str) and source else Path(file).stem,
-        verifier=None,
+        checks=(Check(verifier if isinstance(verifier, str) and verifier else None, answer),),
+        data_source=named if isinstance(named, str) and named else source,
     )
 
 
+def assign_verifiers(checks: Sequence[Check], verifiers: Sequence[str], *, place: str) -> tuple[Check, ...]:
+    """The same ground truths for other verifiers: one for all of them, or one for each. Raises DataError."""
+    if len(checks) == 1:
+        return tuple(Check(verifier, checks[0].ground_truth) for verifier in verifiers)
+    if len(checks) == len(verifiers):
+        return tuple(Check(v, check.ground_truth) for v, check in zip(verifiers, checks, strict=True))
+    raise DataError(
+        f"{place}: the row has {len(checks)} ground truths, but the verifiers are {', '.join(verifiers)}; "
+        "name as many, or none"
+    )
+
+
+def _find_column(row: Row, wanted: str | None, known: Sequence[str], place: str) -> str:
+    if wanted is not None:
+        if wanted not in row:
+            raise DataError(f"{place}: there is no column {wanted!r}; there are {', '.join(row) or '(none)'}")
+        return wanted
+    found = next((name for name in known if name in row), None)
+    if found is None:
+        raise DataError(
+            f"{place}: the columns {', '.join(row) or '(none)'} are no known dialect; known are: "
+            f"{'; '.join(DIALECTS)}. Other names can be given as prompt_column and answer_column of the data source"
+        )
+    return found
+
+
 def _read_open_instruct(row: Row, place: str) -> Example:
-    """`dataset` names the verifier; it and `ground_truth` may be lists of one."""
-    truth, name = _required(row, "ground_truth", place), row["dataset"]
-    if isinstance(name, list | tuple):
-        if len(name) != 1:
-            raise DataError(f"{place}: dataset is {name!r}; exactly one verifier a row is supported")
-        if isinstance(truth, list | tuple) and len(truth) == 1:
-            truth = truth[0]
-        name = name[0]
-    if not isinstance(name, str) or not name:
-        raise DataError(f"{place}: dataset is {name!r}; it must name a verifier")
-    prompt = _read_prompt(row["messages"], "messages", place)
-    return Example(prompt=prompt, ground_truth=truth, data_source=name, verifier=name)
+    """`dataset` names a verifier, or a list of them with a ground truth for each."""
+    truth = _required(row, "ground_truth", place)
+    names: Any = row["dataset"]
+    if not isinstance(names, list | tuple):
+        names, truths = [names], [truth]
+    elif len(names) == 1 and not (isinstance(truth, list | tuple) and len(truth) == 1):
+        truths = [truth]
+    else:
+        truths = list(truth) if isinstance(truth, list | tuple) else [truth]
+    if not names or not all(isinstance(name, str) and name for name in names):
+        raise DataError(f"{place}: dataset is {row['dataset']!r}; it must name a verifier, or several in a list")
+    if len(names) != len(truths):
+        raise DataError(f"{place}: dataset names {len(names)} verifiers for {len(truths)} ground truths")
+    return Example(
+        prompt=_read_prompt(row["messages"], "messages", place),
+        checks=tuple(Check(name, truth) for name, truth in zip(names, truths, strict=True)),
+        data_source="+".join(names),
+    )
 
 
 def _read_verl(row: Row, place: str) -> Example:
@@ -83,9 +120,8 @@ def _read_verl(row: Row, place: str) -> Example:
         raise DataError(f"{place}: data_source is {source!r}; it must be a name")
     return Example(
         prompt=_read_prompt(row["prompt"], "prompt", place),
-        ground_truth=_required(model, "ground_truth", f"{place}: reward_model"),
+        checks=(Check(source, _required(model, "ground_truth", f"{place}: reward_model")),),
         data_source=source,
-        verifier=source,
     )
 
 

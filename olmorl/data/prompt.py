@@ -1,8 +1,17 @@
 """What the run knows of a prompt: once for the data set, once for every time it is served."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
+
+
+class Check(NamedTuple):
+    """What one verifier is to judge a completion by."""
+
+    verifier: str | None
+    """None: the row names none"""
+    ground_truth: object
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -10,13 +19,12 @@ class EncodedExample:
     """One row, rendered and tokenised. P tokens."""
 
     index: int
-    """row number over all files, also counting rows that were too long"""
+    """row number over all sources, also counting rows that were too long"""
     token_ids: np.ndarray  # [P] int32
     text: str
     """what the model reads, special tokens included"""
-    ground_truth: object
+    checks: tuple[Check, ...]
     data_source: str
-    verifier: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +34,9 @@ class Prompt(EncodedExample):
     epoch: int
     position: int
     """place in the epoch's order"""
+    repeat: int = 0
+    """how often the epoch may have served the row before; only a source with a weight or count repeats"""
 
     @property
     def prompt_id(self) -> str:
-        return f"{self.epoch}_{self.index}"
+        return f"{self.epoch}_{self.index}" + (f"_{self.repeat}" if self.repeat else "")

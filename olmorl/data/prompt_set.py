@@ -5,10 +5,12 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from olmorl.config.schema import SourceSection
 from olmorl.contract.errors import DataError
-from olmorl.data.dialect import Example, read_example
-from olmorl.data.prompt import EncodedExample
-from olmorl.data.rows import read_rows
+from olmorl.data.dialect import assign_verifiers
+from olmorl.data.mixture import Share, shares_per_epoch
+from olmorl.data.prompt import Check, EncodedExample
+from olmorl.data.source import read_source, source_name
 from olmorl.data.tokenizer import PromptEncoder
 
 log = logging.getLogger(__name__)
@@ -17,69 +19,107 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class PromptSet:
     examples: tuple[EncodedExample, ...]
-    num_too_long: int
-    """rows left out because they exceed the prompt limit"""
+    """source by source"""
+    shares: tuple[Share, ...]
 
     def __len__(self) -> int:
         return len(self.examples)
 
     @property
+    def num_too_long(self) -> int:
+        return sum(share.num_too_long for share in self.shares)
+
+    @property
     def verifiers(self) -> tuple[str | None, ...]:
         """Every verifier the rows name; None among them if a row names none."""
-        return tuple(dict.fromkeys(example.verifier for example in self.examples))
+        return tuple(dict.fromkeys(check.verifier for example in self.examples for check in example.checks))
 
     @property
     def fingerprint(self) -> str:
-        """Changes when a kept prompt, its order or its ground truth changes: a cursor is of no use then."""
+        """Changes with any kept prompt, their order, ground truths and mixture: a cursor is of no use then."""
         crc = 0
         for example in self.examples:
             crc = zlib.crc32(example.token_ids.data, crc)
-            crc = zlib.crc32(repr(example.ground_truth).encode(), crc)
+            for check in example.checks:
+                crc = zlib.crc32(repr(check.ground_truth).encode("utf-8", "surrogatepass"), crc)
+        if any(share.size != share.per_epoch for share in self.shares):
+            crc = zlib.crc32(repr([(share.size, share.per_epoch) for share in self.shares]).encode(), crc)
         return f"{len(self.examples)}-{crc:08x}"
 
 
-def load_prompts(files: Sequence[str], *, encoder: PromptEncoder, max_prompt_tokens: int) -> PromptSet:
-    """Read `files` in order. Prompts longer than `max_prompt_tokens` are left out, counted and said.
+def load_prompts(
+    sources: Sequence[SourceSection | str],
+    *,
+    encoder: PromptEncoder,
+    max_prompt_tokens: int,
+    verifiers: Sequence[str] | None = None,
+) -> PromptSet:
+    """Read `sources` in order. Prompts longer than `max_prompt_tokens` are left out, counted and said. `verifiers` take
+    the place of what rows and sources say.
 
-    Raises DataError for what cannot be read, and when nothing is left.
+    Raises DataError for what cannot be read, and when nothing is left of a source.
     """
-    rows: list[Example] = []
+    sections = [SourceSection(path=source) if isinstance(source, str) else source for source in sources]
+    examples: list[EncodedExample] = []
+    sizes: list[int] = []
+    too_long: list[int] = []
+    first = 0
+    for section in sections:
+        encoded = _encode_source(section, first=first, encoder=encoder, verifiers=verifiers)
+        first += len(encoded)
+        kept = _keep_short(section, encoded, max_prompt_tokens)
+        sizes.append(len(kept))
+        too_long.append(len(encoded) - len(kept))
+        examples += kept
+    shares = [
+        Share(name=source_name(section), size=size, per_epoch=count, num_too_long=left_out)
+        for section, size, count, left_out in zip(
+            sections, sizes, shares_per_epoch(sections, sizes), too_long, strict=True
+        )
+    ]
+    return PromptSet(tuple(examples), tuple(shares))
+
+
+def _encode_source(
+    source: SourceSection, *, first: int, encoder: PromptEncoder, verifiers: Sequence[str] | None
+) -> list[EncodedExample]:
     places: list[str] = []
     texts: list[str] = []
-    for file in files:
-        for place, row in read_rows(file):
-            example = read_example(row, place=place, file=file)
-            rows.append(example)
-            places.append(place)
-            texts.append(encoder.render(example.prompt, place=place))
-    examples = tuple(
-        EncodedExample(
-            index=index,
-            token_ids=token_ids,
-            text=text,
-            ground_truth=row.ground_truth,
-            data_source=row.data_source,
-            verifier=row.verifier,
-        )
-        for index, (row, text, token_ids) in enumerate(zip(rows, texts, encoder.encode(texts), strict=True))
-    )
-    for place, encoded in zip(places, examples, strict=True):
-        if not len(encoded.token_ids):
-            raise DataError(f"{place}: the tokenizer makes no token of the prompt {encoded.text!r}")
-    kept = tuple(example for example in examples if len(example.token_ids) <= max_prompt_tokens)
-    names = ", ".join(files)
+    checks: list[tuple[Check, ...]] = []
+    names: list[str] = []
+    for place, row in read_source(source):
+        places.append(place)
+        texts.append(encoder.render(row.prompt, place=place))
+        checks.append(row.checks if verifiers is None else assign_verifiers(row.checks, verifiers, place=place))
+        names.append(row.data_source)
+    if not places:
+        raise DataError(f"{source.path}: the source holds no rows")
+    encoded = encoder.encode(texts)
+    for place, text, token_ids in zip(places, texts, encoded, strict=True):
+        if not len(token_ids):
+            raise DataError(f"{place}: the tokenizer makes no token of the prompt {text!r}")
+    return [
+        EncodedExample(index=first + i, token_ids=token_ids, text=texts[i], checks=checks[i], data_source=names[i])
+        for i, token_ids in enumerate(encoded)
+    ]
+
+
+def _keep_short(
+    source: SourceSection, examples: Sequence[EncodedExample], max_prompt_tokens: int
+) -> list[EncodedExample]:
+    kept = [example for example in examples if len(example.token_ids) <= max_prompt_tokens]
     if not kept:
         shortest = min(len(example.token_ids) for example in examples)
         raise DataError(
-            f"{names}: all {len(examples)} prompts are longer than {max_prompt_tokens} tokens (the shortest has "
+            f"{source.path}: all {len(examples)} prompts are longer than {max_prompt_tokens} tokens (the shortest has "
             f"{shortest}); raise rollout.max_prompt_tokens"
         )
     if len(kept) < len(examples):
         log.warning(
             "%s: %d of %d prompts are longer than %d tokens and are left out",
-            names,
+            source.path,
             len(examples) - len(kept),
             len(examples),
             max_prompt_tokens,
         )
-    return PromptSet(kept, len(examples) - len(kept))
+    return kept

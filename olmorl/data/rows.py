@@ -1,7 +1,10 @@
 """Rows of prompt files as plain dicts, each with the place it came from, so that every complaint can name it."""
 
+import gzip
+import itertools
 import json
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pyarrow
@@ -10,47 +13,80 @@ import pyarrow.parquet
 from olmorl.contract.errors import DataError
 
 Row = dict[str, object]
-SUFFIXES = (".jsonl", ".parquet")
+SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
 
 
 def read_rows(file: str | Path) -> Iterator[tuple[str, Row]]:
-    """Yield (place, row); `place` is file:line, or file:row for parquet. Raises DataError."""
+    """Yield (place, row); `place` is file:line, or file:row where rows are no lines. Raises DataError."""
     path = Path(file)
     if not path.exists():
         raise DataError(f"{path}: no such data file (looked in {Path.cwd()})")
-    if not path.is_file() or path.suffix not in SUFFIXES:
-        raise DataError(f"{path}: cannot read this as prompts; give a file that ends in {' or '.join(SUFFIXES)}")
+    if not path.is_file() or not path.name.endswith(SUFFIXES):
+        raise DataError(
+            f"{path}: cannot read this as prompts; give a file that ends in "
+            f"{', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"
+        )
     count = 0
-    for place, row in _read_jsonl(path) if path.suffix == ".jsonl" else _read_parquet(path):
+    for place, row in _read_parquet(path) if path.suffix == ".parquet" else _read_json(path):
         count += 1
         yield place, row
     if not count:
         raise DataError(f"{path}: the file holds no rows")
 
 
-def _read_jsonl(path: Path) -> Iterator[tuple[str, Row]]:
+def _read_json(path: Path) -> Iterator[tuple[str, Row]]:
+    """Rows one a line, or an array of rows: both are found in files called .json."""
     try:
-        with path.open("rb") as lines:
-            for number, line in enumerate(lines, 1):
+        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+            lines = _from_first_character(file)
+            first = next(lines, (0, b""))
+            may_be_array = path.name.endswith((".json", ".json.gz"))
+            if may_be_array and first[1].lstrip(b"\xef\xbb\xbf \t").startswith(b"["):
+                yield from _parse_array(b"".join([first[1], *(line for _, line in lines)]), path)
+                return
+            for number, line in itertools.chain([first], lines):
                 if line.strip():
                     place = f"{path}:{number}"
-                    yield place, _parse_line(line, place)
+                    yield place, _as_row(_parse(line, place), place)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(f"{path}: broken gzip: {error}") from None
     except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
 
 
-def _parse_line(line: bytes, place: str) -> Row:
+def _from_first_character(lines: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
+    begun = False
+    for number, line in enumerate(lines, 1):
+        begun = begun or bool(line.strip())
+        if begun:
+            yield number, line
+
+
+def _parse_array(content: bytes, path: Path) -> Iterator[tuple[str, Row]]:
+    value = _parse(content, str(path), whole=True)
+    assert isinstance(value, list), "it begins with a bracket"
+    for number, row in enumerate(value, 1):
+        yield f"{path}:row {number}", _as_row(row, f"{path}:row {number}")
+
+
+def _parse(content: bytes, place: str, *, whole: bool = False) -> object:
+    of = "file" if whole else "line"
     try:
-        row = json.loads(line.decode("utf-8-sig"))
+        return json.loads(content.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"{place}: not UTF-8 (byte {error.start + 1} of the line is 0x{line[error.start]:02x})"
-        ) from None
+        byte = f"byte {error.start + 1} of the {of} is 0x{content[error.start]:02x}"
+        raise DataError(f"{place}: not UTF-8 ({byte})") from None
     except json.JSONDecodeError as error:
-        raise DataError(f"{place}: broken JSON at column {error.colno}: {error.msg}") from None
-    if not isinstance(row, dict):
-        raise DataError(f"{place}: a row must be a JSON object, not {type(row).__name__}")
-    return row
+        where = f"line {error.lineno}, column {error.colno}" if whole else f"column {error.colno}"
+        raise DataError(f"{place}: broken JSON at {where}: {error.msg}") from None
+    except RecursionError:
+        raise DataError(f"{place}: broken JSON: nested too deeply") from None
+
+
+def _as_row(value: object, place: str) -> Row:
+    if not isinstance(value, dict):
+        raise DataError(f"{place}: a row must be a JSON object, not {type(value).__name__}")
+    return value
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[str, Row]]:

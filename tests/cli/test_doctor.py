@@ -16,6 +16,7 @@ import pytest
 from olmorl.cli import doctor, machine_checks, package_checks, run_checks
 from olmorl.cli.finding import Finding
 from olmorl.cli.shadowed import find_shadowed, find_strays, refuse_shadowed_packages
+from olmorl.config.schema import SourceSection
 from olmorl.contract.errors import ConfigError
 
 
@@ -40,7 +41,7 @@ def test_this_machine_is_fit(tmp_path: Path, model: Path, capsys: pytest.Capture
     data.write_text('{"prompt": "1+1=", "answer": "2"}\n')
     assert doctor.examine(write_config(tmp_path, model, data)) == 0, capsys.readouterr().out
     out = capsys.readouterr().out
-    assert "gloo: a process group of one works" in out and "columns prompt, answer" in out
+    assert "gloo: a process group of one works" in out and "source data, verifier none" in out
     assert out.splitlines()[-1].endswith("0 fail")
 
 
@@ -139,16 +140,17 @@ def test_bad_data(tmp_path: Path, text: str | None, says: str) -> None:
     path = tmp_path / "data.jsonl"
     if text is not None:
         path.write_text(text)
-    finding = run_checks.check_data(path)
+    finding = run_checks.check_data(SourceSection(path=str(path)))
     assert finding.status == "fail" and says in finding.what and finding.fix
 
 
 def test_parquet_data(tmp_path: Path) -> None:
     path = tmp_path / "data.parquet"
     pq.write_table(pa.table({"prompt": ["a"], "answer": ["b"]}), path)
-    assert run_checks.check_data(path).what.endswith("columns prompt, answer)")
+    source = SourceSection(path=str(path))
+    assert run_checks.check_data(source).what.endswith("(source data, verifier none)")
     path.write_text("no parquet")
-    assert run_checks.check_data(path).status == "fail"
+    assert run_checks.check_data(source).status == "fail"
 
 
 def test_impossible_placement(tmp_path: Path, model: Path) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from olmorl.config.dump import dump_toml
 from olmorl.config.load import load_config
 from olmorl.config.names import ALIASES, FIELDS
-from olmorl.config.schema import Config
+from olmorl.config.schema import Config, SourceSection
 from olmorl.contract.errors import ConfigError
 
 BASE = '[model]\npath = "m"\n[data]\ntrain = "x.jsonl"\n'
@@ -55,9 +55,16 @@ def test_later_wins(write) -> None:
         ("rollout.window=none", "rollout", "window", None),
         ("data.apply_chat_template=auto", "data", "apply_chat_template", "auto"),
         ("data.apply_chat_template=true", "data", "apply_chat_template", True),
-        ('data.train=["a.jsonl", "b.jsonl"]', "data", "train", ("a.jsonl", "b.jsonl")),
+        (
+            'data.train=["a.jsonl", {path="b.jsonl", count=3}]',
+            "data",
+            "train",
+            (SourceSection(path="a.jsonl"), SourceSection(path="b.jsonl", count=3)),
+        ),
+        ('data.train={path="a.jsonl", weight=2}', "data", "train", (SourceSection(path="a.jsonl", weight=2),)),
+        ("reward.weights={math=0.5}", "reward", "weights", {"math": 0.5}),
         ("sync.mode=drain", "sync", "mode", "drain"),
-        ("reward.verifier=my_module:check", "reward", "verifier", "my_module:check"),
+        ("reward.verifier=my_module:check", "reward", "verifier", ("my_module:check",)),
         ("prompts_per_step=7", "rollout", "prompts_per_step", 7),
         ("loss.importance_cap=inf", "loss", "importance_cap", float("inf")),
     ],
@@ -82,6 +89,14 @@ def test_override_values(override: str, section: str, key: str, value: object) -
         (BASE, ("rollout=3",), ["is a section"]),
         (BASE, ("foo",), ["section.key=value"]),
         (BASE, ("data.train=[a",), ["not valid TOML"]),
+        (BASE, ('data.train=[{path="a", wieght=1}]',), ["data.train[0] has an unknown key 'wieght'", "mean weight"]),
+        (BASE, ('data.train=[{path="a", weight=0}]',), ["data.train[0].weight is 0", "greater than 0"]),
+        (BASE, ('data.train=[{path="a", weight=1}, "b"]',), ["'b' has no weight"]),
+        (BASE, ('data.train={path="a", weight=1, count=2}',), ["'a' has both a weight and a count"]),
+        (BASE, ('data.train={path="a", streaming=true}',), ["'a' is streamed without an end", "limit"]),
+        (BASE, ('data.train={path="a", options={x=1}}',), ["'a' has options", "reasoning_gym:TASK"]),
+        (BASE, ("reward.weights={math=0}",), ["math = 0", "other than 0"]),
+        (BASE + "[reward.weihts]\nmath = 1\n", (), ["reward.weihts", "did you mean reward.weights"]),
         (
             BASE + "[rollout]\nprompts_per_step = 'many'",
             (),
@@ -137,11 +152,11 @@ def test_paths_from_here_then_from_the_config(write, tmp_path: Path, monkeypatch
     (tmp_path / "m").mkdir()
     path = write(BASE)
     config = load_config(path, ["eval.data=nowhere.jsonl"])
-    assert config.data.train == (str(tmp_path / "x.jsonl"),)
+    assert config.data.train == (SourceSection(path=str(tmp_path / "x.jsonl")),)
     assert config.model.path == str(tmp_path / "m")
     assert config.eval.data == "nowhere.jsonl"
     (here / "x.jsonl").touch()
-    assert load_config(path).data.train == (str(here / "x.jsonl"),)
+    assert load_config(path).data.train == (SourceSection(path=str(here / "x.jsonl")),)
 
 
 text = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)

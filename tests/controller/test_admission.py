@@ -8,15 +8,14 @@ from olmorl.contract.generation import FinishReason, RolloutSample
 from olmorl.controller.admission import judge, token_versions, train_samples
 from olmorl.controller.advantage import carries_signal
 from olmorl.controller.group import Fate, Group, ScoredSample
-from olmorl.data.prompt import Prompt
+from olmorl.data.prompt import Check, Prompt
 
 PROMPT = Prompt(
     index=7,
     token_ids=np.array([1, 4, 13], np.int32),
     text="1+",
-    ground_truth="2",
+    checks=(Check("gsm8k", "2"),),
     data_source="sums",
-    verifier=None,
     epoch=0,
     position=3,
 )

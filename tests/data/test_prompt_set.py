@@ -8,6 +8,7 @@ import pyarrow.parquet
 import pytest
 
 from olmorl.contract.errors import DataError
+from olmorl.data.prompt import Check
 from olmorl.data.prompt_set import PromptSet, load_prompts
 from olmorl.data.tokenizer import PromptEncoder, load_tokenizer
 
@@ -61,7 +62,7 @@ def test_dialects(load, tmp_path: Path, suffix, row, truth, source, verifier) ->
     prompts = load(write(tmp_path / f"f{suffix}", row))
     [example] = prompts.examples
     assert example.text == "<s>[user]q[assistant]"
-    assert (example.ground_truth, example.data_source, example.verifier) == (truth, source, verifier)
+    assert (example.checks, example.data_source) == ((Check(verifier, truth),), source)
     assert prompts.verifiers == (verifier,)
 
 
@@ -80,7 +81,10 @@ def test_dialects(load, tmp_path: Path, suffix, row, truth, source, verifier) ->
         (b'{"prompt": [{"role": "user"}], "answer": "b"}\n', ["f.jsonl:1", "role and content"]),
         (b'{"prompt": "a", "data_source": "s", "reward_model": {}}\n', ["f.jsonl:1", "ground_truth is missing"]),
         (b'{"prompt": "a", "data_source": "s", "reward_model": 3}\n', ["f.jsonl:1", "reward_model is 3"]),
-        (b'{"messages": "a", "ground_truth": ["1", "2"], "dataset": ["x", "y"]}\n', ["exactly one verifier"]),
+        (b'{"messages": "a", "ground_truth": "1", "dataset": ["x", "y"]}\n', ["2 verifiers for 1 ground truths"]),
+        (b'{"messages": "a", "ground_truth": "1", "dataset": [3]}\n', ["dataset is [3]"]),
+        (b'{"messages": [], "ground_truth": "1", "dataset": "x"}\n', ["messages is []"]),
+        (b"[" * 100_000 + b"\n", ["f.jsonl:1", "nested too deeply"]),
     ],
 )
 def test_bad_files(load, tmp_path: Path, content: bytes, words: list[str]) -> None:
@@ -96,7 +100,7 @@ def test_missing_and_unknown_files(load, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no such data file"):
         load(tmp_path / "nope.jsonl")
     (tmp_path / "f.csv").write_text("a,b")
-    with pytest.raises(DataError, match=r"\.jsonl or \.parquet"):
+    with pytest.raises(DataError, match=r"\.jsonl.* or \.parquet"):
         load(tmp_path / "f.csv")
     (tmp_path / "f.parquet").write_text("no parquet")
     with pytest.raises(DataError, match="parquet"):
@@ -117,7 +121,10 @@ def test_several_files_in_order(load, tmp_path: Path) -> None:
     a = write(tmp_path / "a.jsonl", {"prompt": "a", "answer": "1"})
     b = write(tmp_path / "b.parquet", {"prompt": "b", "answer": "2"})
     prompts = load(a, b)
-    assert [(e.index, e.ground_truth, e.data_source) for e in prompts.examples] == [(0, "1", "a"), (1, "2", "b")]
+    assert [(e.index, e.checks[0].ground_truth, e.data_source) for e in prompts.examples] == [
+        (0, "1", "a"),
+        (1, "2", "b"),
+    ]
     assert prompts.fingerprint == load(a, b).fingerprint != load(b, a).fingerprint
 
 
@@ -127,4 +134,6 @@ def test_gsm8k_whole(load) -> None:
     prompts = load(GSM8K, max_prompt_tokens=5000)
     assert time.perf_counter() - start < 10
     assert len(prompts) == 7473
-    assert all(str(e.ground_truth).replace(",", "").lstrip("-").replace(".", "").isdigit() for e in prompts.examples)
+    assert all(
+        str(e.checks[0].ground_truth).replace(",", "").lstrip("-").replace(".", "").isdigit() for e in prompts.examples
+    )

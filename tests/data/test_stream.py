@@ -6,25 +6,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from olmorl.contract.errors import ConfigError
-from olmorl.data.prompt import EncodedExample, Prompt
+from olmorl.data.mixture import Share
+from olmorl.data.prompt import Check, EncodedExample, Prompt
 from olmorl.data.prompt_set import PromptSet
 from olmorl.data.stream import PromptStream, epoch_order
 
 
-def make_set(size: int) -> PromptSet:
+def make_set(*sizes: int, per_epoch: tuple[int, ...] | None = None) -> PromptSet:
+    counts = per_epoch or sizes
     return PromptSet(
         tuple(
             EncodedExample(
                 index=2 * i,
                 token_ids=np.array([i], dtype=np.int32),
                 text=str(i),
-                ground_truth=str(i),
+                checks=(Check(None, str(i)),),
                 data_source="s",
-                verifier=None,
             )
-            for i in range(size)
+            for i in range(sum(sizes))
         ),
-        size,
+        tuple(Share(name="s", size=size, per_epoch=count) for size, count in zip(sizes, counts, strict=True)),
     )
 
 

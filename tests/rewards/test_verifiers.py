@@ -138,7 +138,7 @@ def test_names() -> None:
         assert callable(load_verifier(path))
     with pytest.raises(ConfigError, match="did you mean 'gsm8k'"):
         find_verifier("gsm8")
-    with pytest.raises(ConfigError, match="up_to_max_length, judge.* or one of your own"):
+    with pytest.raises(ConfigError, match=r"up_to_max_length, judge.* or one of your own"):
         find_verifier("???")
     with pytest.raises(ConfigError, match="my_module:my_function"):
         find_verifier("a b:c")
