@@ -125,7 +125,7 @@ def postscript(text: str, *, postscript_marker: str) -> bool:
     if not letters:
         raise ValueError(f"{postscript_marker!r} is no marker of a postscript")
     marker = r"\.?\s?".join(letters)
-    return re.search(rf"^[^\w\n]*{marker}\b[^\n]*\S", text, re.IGNORECASE | re.MULTILINE) is not None
+    return re.search(rf"^[^\w\n]*{marker}\b\W*\w", text, re.IGNORECASE | re.MULTILINE) is not None
 
 
 def number_bullets(text: str, *, num_bullets: int) -> bool:

@@ -22,7 +22,7 @@ MINERVA = re.compile(r"final answer is:?[ \t]*(.{0,500}?)\.?[ \t]*I hope it is c
 # Dollars enclose mathematics when no space is inside them and no digit follows: "$5 and $7" is money.
 SEGMENT = re.compile(
     r"\$\$(?P<a>[^$]{1,500})\$\$|\$(?P<b>[^\s$](?:[^$\n]{0,300}[^\s$\\])?)\$(?!\d)"
-    r"|\\\((?P<c>[^()\\\n][^\n]{0,300}?)\\\)|\\\[(?P<d>[^\]]{1,500}?)\\\]"
+    r"|\\\((?P<c>[^\n]{1,300}?)\\\)|\\\[(?P<d>[^\]]{1,500}?)\\\]"
 )
 LAST_NUMBER = re.compile(
     r"(?:(?<![\w)\]}%])[-−+])?[$€£]?(?:\d+ \d+/\d+|\d+/\d+|\d+(?:,\d+)*(?:\.\d+)?|\.\d+)(?:\s?(?:\\?%))?"
@@ -138,7 +138,8 @@ class StrictMathVerifier(MathVerifier):
 
     @staticmethod
     def find_answer(completion: str) -> str | None:
-        found = MINERVA.findall(without_thoughts(completion))
+        text = without_thoughts(completion)
+        found = MINERVA.findall(text) if "I hope it is correct" in text else []
         if not found:
             return None
         answer = found[-1].strip()
