@@ -10,6 +10,8 @@ import time
 
 import httpx
 
+from olmorl.contract.errors import ConfigError
+
 log = logging.getLogger(__name__)
 
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.25, 30.0
@@ -27,10 +29,14 @@ class Endpoint:
         self,
         url: str,
         *,
+        key: str,
         api_key: str | None = None,
         concurrency: int,
         requests_per_second: float | None = None,
     ) -> None:
+        """`key` is what in the config holds the url. Raises ConfigError."""
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"{key} is {url!r}; it must begin with http:// or https://")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
         self._client = httpx.AsyncClient(

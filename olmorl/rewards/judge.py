@@ -98,6 +98,7 @@ class Bench:
             )
         self._endpoint = Endpoint(
             settings.judge_url,
+            key="reward.judge_url",
             api_key=settings.judge_api_key,
             concurrency=settings.judge_concurrency,
             requests_per_second=settings.judge_requests_per_second,

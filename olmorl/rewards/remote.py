@@ -56,7 +56,10 @@ class RemoteVerifiers:
         from olmorl.rewards.remote_program import CONCURRENCY, RemoteProgram
 
         assert self._settings.code_api_url is not None, "is_remote asked for it"
-        endpoint = Endpoint(self._settings.code_api_url, concurrency=CONCURRENCY)
+        url = self._settings.code_api_url.rstrip("/")
+        for path in ("/test_program_stdio", "/test_program"):  # open-instruct's flag holds the path too
+            url = url.removesuffix(path)
+        endpoint = Endpoint(url, key="reward.code_api_url", concurrency=CONCURRENCY)
         self._endpoints.append(endpoint)
         for name, kind in kinds.items():
             self._verifiers[name] = RemoteProgram(endpoint, self._settings, stdio=kind == "code_stdio")

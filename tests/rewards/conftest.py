@@ -1,4 +1,9 @@
+import contextlib
+import json
 import sys
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -61,3 +66,71 @@ def own_verifiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.syspath_prepend(tmp_path)
     assert "own_verifiers" not in sys.modules
     return "own_verifiers"
+
+
+class Server:
+    """An HTTP server whose answers are `answer(path, body) -> (status, JSON)`."""
+
+    def __init__(
+        self,
+        answer: Callable[[str, dict], tuple[int, object]],
+        *,
+        stall: Callable[[dict], bool] = lambda body: False,
+        seconds: float = 0.0,
+    ) -> None:
+        self.answer = answer
+        self.requests: list[tuple[str, dict]] = []
+        self.headers: dict[str, str] = {}
+        self.most_at_once = 0
+        self._at_once = 0
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+                with outer._lock:
+                    outer._at_once += 1
+                    outer.most_at_once = max(outer.most_at_once, outer._at_once)
+                    outer.requests.append((self.path, body))
+                    outer.headers = {name.lower(): value for name, value in self.headers.items()}
+                    status, value = outer.answer(self.path, body)
+                outer._closing.wait(60 if stall(body) else seconds)
+                with outer._lock:
+                    outer._at_once -= 1
+                payload = json.dumps(value).encode()
+                with contextlib.suppress(ConnectionError):
+                    self.send_response(status)
+                    self.send_header("content-length", str(len(payload)))
+                    self.end_headers()
+                    self.wfile.write(payload)
+
+            def log_message(self, *args: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02})
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closing.set()
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Server]]:
+    servers: list[Server] = []
+
+    def start(*args, **options) -> Server:
+        servers.append(Server(*args, **options))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()

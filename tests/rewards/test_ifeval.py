@@ -224,7 +224,9 @@ def test_count_sentences(text: str, count: int) -> None:
     assert count_sentences(text) == count
 
 
-@pytest.mark.parametrize("text", ["*" * 10**6, "<" * 10**6, "[" * 10**6, " \n" * 500_000, ". " * 500_000, "a. " * 300_000])
+@pytest.mark.parametrize(
+    "text", ["*" * 10**6, "<" * 10**6, "[" * 10**6, " \n" * 500_000, ". " * 500_000, "a. " * 300_000]
+)
 @pytest.mark.timeout(60)
 def test_a_megabyte_is_no_trouble(text: str) -> None:
     for name, (arguments, _, _) in CASES.items():

@@ -328,9 +328,7 @@ def test_strict_math_wants_the_phrase() -> None:
     assert strict("\\boxed{7}", "7").reward == 0.0
 
 
-def test_a_comparison_that_takes_too_long_is_a_timeout(
-    math: MathVerifier, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_comparison_that_takes_too_long_is_a_timeout(math: MathVerifier, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(math_answer, "PARSER_SECONDS", 0.3)
     start = time.process_time()
     verdict = math("\\boxed{9^{9^{9^{9}}}}", "1")

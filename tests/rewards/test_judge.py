@@ -1,0 +1,165 @@
+"""A judge behind a real HTTP endpoint, which answers, refuses, stalls and goes away."""
+
+import asyncio
+import json
+import socket
+import time
+
+import pytest
+
+from olmorl.contract.errors import ConfigError
+from olmorl.rewards import Verdict, VerifierJob, VerifierPool
+from olmorl.rewards.judge import read_rubric, read_score
+from olmorl.rewards.settings import VerifierSettings
+from olmorl.rewards.verifier import JUDGES
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def reply(text: str) -> tuple[int, object]:
+    return 200, {"choices": [{"message": {"role": "assistant", "content": text}}]}
+
+
+def settings(url: str, **more) -> VerifierSettings:
+    return VerifierSettings(judge_url=url + "/v1", judge_model="m", judge_api_key="k", **more)
+
+
+def job(completion: str = "fine", verifier: str = "judge", truth: object = "ref", prompt: str = "q") -> VerifierJob:
+    return VerifierJob(verifier=verifier, completion=completion, ground_truth=truth, prompt=prompt)
+
+
+def judge(config: VerifierSettings, *jobs: VerifierJob, timeout: float = 10.0) -> list[Verdict]:
+    async def main() -> list[Verdict]:
+        names = {j.verifier for j in jobs}
+        async with VerifierPool(names, settings=config, timeout_seconds=timeout) as pool:
+            return await pool.score(jobs)
+
+    return asyncio.run(main())
+
+
+def test_score_is_a_tenth_and_the_request_is_openais(serve) -> None:
+    server = serve(lambda path, body: reply('good. {"reason": "clear", "score": 7}'))
+    [verdict] = judge(settings(server.url), job("my <answer>fine</answer>"))
+    assert (verdict.status, verdict.reward) == ("scored", 0.7)
+    [(path, body)] = server.requests
+    assert path == "/v1/chat/completions" and body["model"] == "m" and server.headers["authorization"] == "Bearer k"
+    [message] = body["messages"]
+    assert message["role"] == "user" and all(part in message["content"] for part in ("q", "fine", "ref"))
+
+
+@pytest.mark.parametrize("name", [name for name in JUDGES if name != "rubric"])
+def test_every_kind(serve, name: str) -> None:
+    server = serve(lambda path, body: reply('{"score": 10}'))
+    assert judge(settings(server.url), job(verifier=name))[0].reward == 1.0
+    [without] = judge(settings(server.url), job(verifier=name, truth=""))
+    assert without.status in ("scored", "unscorable")
+    assert judge(settings(server.url), job("<think>x</think>", verifier=name))[0].reward == 0.0
+
+
+def test_rubric_is_a_weighted_mean(serve) -> None:
+    server = serve(lambda path, body: reply("2" if "[Criterion]\nkind" in body["messages"][0]["content"] else "1"))
+    rubric = {"query": "q", "rubrics": [{"description": "kind", "weight": 3}, {"description": "short", "weight": 1}]}
+    [verdict, bad] = judge(
+        settings(server.url),
+        job(verifier="rubric", truth=json.dumps(rubric)),
+        job(verifier="rubric", truth="kind"),
+    )
+    assert verdict.reward == (3 * 1.0 + 1 * 0.5) / 4 and bad.status == "unscorable"
+    for nothing in (None, [], {}, {"rubrics": []}, {"rubrics": [{"description": "x", "weight": 0}]}):
+        assert read_rubric(nothing) is None
+
+
+def test_equal_questions_are_asked_once(serve) -> None:
+    server = serve(lambda path, body: reply('{"score": 5}'))
+    verdicts = judge(settings(server.url), *[job()] * 20, *[job("other")] * 20)
+    assert {verdict.reward for verdict in verdicts} == {0.5} and len(server.requests) == 2
+
+
+def test_a_judge_that_stumbles_is_asked_again(serve) -> None:
+    replies = iter([(503, {}), (429, {}), (500, {}), reply('{"score": 3}')])
+    server = serve(lambda path, body: next(replies))
+    [verdict] = judge(settings(server.url), job())
+    assert verdict.reward == 0.3 and len(server.requests) == 4
+
+
+def test_a_judge_that_is_down_makes_a_timeout_and_never_a_zero() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    start = time.monotonic()
+    verdicts = judge(settings(url), *[job(str(i)) for i in range(50)], timeout=1.5)
+    assert {(v.status, v.reward) for v in verdicts} == {("timeout", None)}
+    assert "ConnectError" in verdicts[0].detail and time.monotonic() - start < 10
+
+
+def test_a_judge_that_stalls_holds_up_no_one_else(serve) -> None:
+    server = serve(lambda path, body: reply('{"score": 1}'), stall=lambda body: "slow" in str(body))
+    slow, fast = judge(settings(server.url), job("slow"), job("fast"), timeout=1.5)
+    assert (slow.status, fast.reward) == ("timeout", 0.1)
+
+
+def test_it_comes_back(serve) -> None:
+    async def main() -> list[Verdict]:
+        async with VerifierPool(["judge"], settings=settings(server.url), timeout_seconds=1.0) as pool:
+            first = await pool.score([job()])
+            server.answer = lambda path, body: reply('{"score": 4}')
+            return first + await pool.score([job()], timeout_seconds=10)
+
+    server = serve(lambda path, body: (503, {"error": "loading"}))
+    down, up = asyncio.run(main())
+    assert down.status == "timeout" and "HTTP 503" in down.detail and up.reward == 0.4
+
+
+@pytest.mark.parametrize(
+    ("answer", "detail"),
+    [
+        ((401, {"error": "bad key"}), "HTTP 401"),
+        ((404, {"error": "no such model"}), "HTTP 404"),
+        ((200, {"choices": []}), "not an answer"),
+        ((200, "text"), "not an answer"),
+        (reply("I like it"), "no score"),
+        (reply('{"score": 70}'), "no score from 0 to 10"),
+        (reply(""), "no score"),
+    ],
+)
+def test_an_answer_without_a_score_is_an_error(serve, answer: tuple[int, object], detail: str) -> None:
+    server = serve(lambda path, body: answer)
+    [verdict] = judge(settings(server.url), job())
+    assert verdict.status == "error" and detail in verdict.detail and len(server.requests) <= 3
+
+
+def test_the_rate_is_kept(serve) -> None:
+    server = serve(lambda path, body: reply("5"))
+    start = time.monotonic()
+    judge(settings(server.url, judge_requests_per_second=20.0), *[job(str(i)) for i in range(11)])
+    assert time.monotonic() - start >= 0.45
+
+
+def test_concurrency_is_bounded(serve) -> None:
+    server = serve(lambda path, body: reply("5"), seconds=0.05)
+    judge(settings(server.url, judge_concurrency=3), *[job(str(i)) for i in range(20)])
+    assert server.most_at_once <= 3
+
+
+def test_no_judge_is_said_at_the_start() -> None:
+    with pytest.raises(ConfigError, match=r"reward\.judge_url.*reward\.judge_model"):
+        judge(VerifierSettings(judge_url=None), job())
+    with pytest.raises(ConfigError, match="judge_url.*nonsense"):
+        judge(settings("nonsense"), job())
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ('{"score": 7}', 7.0),
+        ('"SCORE": "8"', 8.0),
+        ("Score: 6.5", 6.5),
+        ("7", 7.0),
+        ("7/10", 7.0),
+        ('<think>{"score": 1}</think>{"score": 9}', 9.0),
+        ('{"score": 1} no, {"score": 2}', 2.0),
+        ("seven", None),
+        ("7 of 9", None),
+    ],
+)
+def test_read_score(text: str, value: float | None) -> None:
+    assert read_score(text) == value
