@@ -13,6 +13,7 @@ import pyarrow.parquet
 from olmorl.contract.errors import DataError
 
 Row = dict[str, object]
+BLANK = b"\xef\xbb\xbf \t\r\n"  # with a byte order mark
 SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
 
 
@@ -41,7 +42,7 @@ def _read_json(path: Path) -> Iterator[tuple[str, Row]]:
             lines = _from_first_character(file)
             first = next(lines, (0, b""))
             may_be_array = path.name.endswith((".json", ".json.gz"))
-            if may_be_array and first[1].lstrip(b"\xef\xbb\xbf \t").startswith(b"["):
+            if may_be_array and first[1].lstrip(BLANK).startswith(b"["):
                 yield from _parse_array(b"".join([first[1], *(line for _, line in lines)]), path)
                 return
             for number, line in itertools.chain([first], lines):
@@ -57,7 +58,7 @@ def _read_json(path: Path) -> Iterator[tuple[str, Row]]:
 def _from_first_character(lines: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
     begun = False
     for number, line in enumerate(lines, 1):
-        begun = begun or bool(line.strip())
+        begun = begun or bool(line.strip(BLANK))
         if begun:
             yield number, line
 

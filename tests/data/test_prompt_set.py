@@ -9,7 +9,7 @@ import pytest
 
 from olmorl.contract.errors import DataError
 from olmorl.data.prompt import Check
-from olmorl.data.prompt_set import PromptSet, load_prompts
+from olmorl.data.prompt_set import load_prompts
 from olmorl.data.tokenizer import PromptEncoder, load_tokenizer
 
 CHAT = [{"role": "user", "content": "q"}]
@@ -18,9 +18,10 @@ GSM8K = Path(os.environ.get("OLMORL_TEST_GSM8K", ""))
 
 @pytest.fixture
 def load(make_tokenizer):
-    def load(*files: Path, max_prompt_tokens: int = 100, **options) -> PromptSet:
+    def load(*files: Path, max_prompt_tokens: int = 100, verifiers: tuple[str, ...] | None = None, **options):
         encoder = PromptEncoder(load_tokenizer(str(make_tokenizer())), **options)
-        return load_prompts([str(f) for f in files], encoder=encoder, max_prompt_tokens=max_prompt_tokens)
+        limits = {"max_prompt_tokens": max_prompt_tokens, "verifiers": verifiers}
+        return load_prompts([str(f) for f in files], encoder=encoder, **limits)
 
     return load
 
@@ -115,6 +116,21 @@ def test_too_long_prompts_are_left_out_counted_and_said(load, tmp_path: Path, ca
     assert prompts.num_too_long == 1 and "1 of 3 prompts are longer than 30" in caplog.text
     with pytest.raises(DataError, match=r"all 3 prompts are longer than 3 tokens.*max_prompt_tokens"):
         load(path, max_prompt_tokens=3)
+
+
+def test_lengths_are_counted_for_each_source(load, tmp_path: Path) -> None:
+    a = write(tmp_path / "a.jsonl", *[{"prompt": "a" * n, "answer": "1"} for n in (1, 50, 2)])
+    b = write(tmp_path / "b.jsonl", *[{"prompt": "b" * n, "answer": "1"} for n in (1, 2)])
+    prompts = load(a, b, max_prompt_tokens=30)
+    assert [(s.name, s.size, s.per_epoch, s.num_too_long) for s in prompts.shares] == [("a", 2, 2, 1), ("b", 2, 2, 0)]
+    with pytest.raises(DataError, match=r"b\.jsonl: all 1 prompts"):
+        load(a, write(tmp_path / "b.jsonl", {"prompt": "b" * 50, "answer": "1"}), max_prompt_tokens=30)
+
+
+def test_verifiers_of_the_run_take_the_place_of_the_rows(load, tmp_path: Path) -> None:
+    path = write(tmp_path / "f.jsonl", {"messages": CHAT, "ground_truth": "7", "dataset": "gsm8k"})
+    [example] = load(path, verifiers=("math", "format")).examples
+    assert example.checks == (Check("math", "7"), Check("format", "7"))
 
 
 def test_several_files_in_order(load, tmp_path: Path) -> None:

@@ -1,3 +1,4 @@
+import itertools
 import json
 
 import numpy as np
@@ -5,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from olmorl.config.schema import SourceSection
 from olmorl.contract.errors import ConfigError
-from olmorl.data.mixture import Share
+from olmorl.data.mixture import Share, shares_per_epoch
 from olmorl.data.prompt import Check, EncodedExample, Prompt
 from olmorl.data.prompt_set import PromptSet
 from olmorl.data.stream import PromptStream, epoch_order
@@ -55,6 +57,63 @@ def test_resume_anywhere_gives_the_same_order(size: int, seed: int, shuffle: boo
         assert key(second.prompt_at(prompt.epoch, prompt.position)) == key(prompt)
 
 
+SOURCES = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 14)), min_size=1, max_size=4)
+
+
+@given(sources=SOURCES, seed=st.integers(0, 2**32), shuffle=st.booleans(), cut=st.integers(0, 60))
+def test_resume_in_mid_epoch_of_a_mixture(sources: list[tuple[int, int]], seed: int, shuffle: bool, cut: int) -> None:
+    sizes, counts = zip(*sources, strict=True)
+
+    def stream() -> PromptStream:
+        return PromptStream(make_set(*sizes, per_epoch=counts), seed=seed, shuffle=shuffle)
+
+    whole = stream()
+    served = [whole.next() for _ in range(cut + 40)]
+    first = stream()
+    for _ in range(cut):
+        first.next()
+    second = stream()
+    second.restore(json.loads(json.dumps(first.state())))
+    assert [key(second.next()) for _ in range(40)] == [key(prompt) for prompt in served[cut:]]
+    for prompt in served:
+        assert key(second.prompt_at(prompt.epoch, prompt.position)) == key(prompt)
+    assert len({prompt.prompt_id for prompt in served}) == len(served)
+
+
+@given(sources=SOURCES, seed=st.integers(0, 2**32), epochs=st.integers(1, 8))
+def test_a_mixture_keeps_its_shares_and_all_rows_take_their_turn(
+    sources: list[tuple[int, int]], seed: int, epochs: int
+) -> None:
+    sizes, counts = zip(*sources, strict=True)
+    stream = PromptStream(make_set(*sizes, per_epoch=counts), seed=seed)
+    starts = np.cumsum([0, *sizes])
+    seen = np.zeros(sum(sizes), dtype=int)
+    for _ in range(epochs):
+        before = seen.copy()
+        for _ in range(sum(counts)):
+            seen[stream.next().index // 2] += 1
+        epoch = [int((seen - before)[a:b].sum()) for a, b in itertools.pairwise(starts)]
+        assert epoch == list(counts)
+    for a, b in itertools.pairwise(starts):
+        assert seen[a:b].max() - seen[a:b].min() <= 1
+
+
+def test_shares() -> None:
+    def sections(*weights: float) -> list[SourceSection]:
+        return [SourceSection(path=str(i), weight=weight) for i, weight in enumerate(weights)]
+
+    assert shares_per_epoch(sections(1, 1), [10, 90]) == [50, 50]
+    assert shares_per_epoch(sections(1, 2), [50, 50]) == [33, 67]
+    assert shares_per_epoch(sections(1e-9, 1), [50, 50]) == [1, 100]
+    plain = [SourceSection(path="a"), SourceSection(path="b", count=3)]
+    assert shares_per_epoch(plain, [10, 90]) == [10, 3]
+
+
+def test_the_order_of_a_mixture_is_pinned() -> None:
+    stream = PromptStream(make_set(3, 2, 4, per_epoch=(2, 3, 4)), seed=5)
+    assert [stream.next().index // 2 for _ in range(18)] == [3, 3, 4, 0, 5, 1, 6, 7, 8, 7, 4, 5, 1, 6, 8, 2, 4, 3]
+
+
 @given(size=st.integers(1, 50), seed=st.integers(0, 2**32), epoch=st.integers(0, 100))
 def test_every_epoch_holds_every_prompt_once(size: int, seed: int, epoch: int) -> None:
     assert sorted(epoch_order(size, seed, epoch, True)) == list(range(size))
@@ -79,6 +138,7 @@ def test_a_cursor_of_other_data_is_refused() -> None:
     state = PromptStream(make_set(3), seed=0).state()
     for other, word in [
         (PromptStream(make_set(4), seed=0), "data"),
+        (PromptStream(make_set(3, per_epoch=(2,)), seed=0), "mixture"),
         (PromptStream(make_set(3), seed=1), "run.seed"),
         (PromptStream(make_set(3), seed=0, shuffle=False), "data.shuffle"),
     ]:

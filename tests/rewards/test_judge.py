@@ -143,7 +143,7 @@ def test_concurrency_is_bounded(serve) -> None:
 def test_no_judge_is_said_at_the_start() -> None:
     with pytest.raises(ConfigError, match=r"reward\.judge_url.*reward\.judge_model"):
         judge(VerifierSettings(judge_url=None), job())
-    with pytest.raises(ConfigError, match="judge_url.*nonsense"):
+    with pytest.raises(ConfigError, match=r"judge_url.*nonsense"):
         judge(settings("nonsense"), job())
 
 

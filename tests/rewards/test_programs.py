@@ -137,7 +137,7 @@ def test_code_server(serve) -> None:
 
 def test_a_broken_url_of_the_code_server_is_said() -> None:
     async def main() -> None:
-        with pytest.raises(ConfigError, match="code_api_url.*ftp://x"):
+        with pytest.raises(ConfigError, match=r"code_api_url.*ftp://x"):
             await VerifierPool(["code"], settings=VerifierSettings(code_api_url="ftp://x")).start()
 
     asyncio.run(main())

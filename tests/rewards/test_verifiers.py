@@ -8,7 +8,7 @@ from olmorl.contract.errors import ConfigError
 from olmorl.rewards.gsm8k import gsm8k, last_number
 from olmorl.rewards.regex import regex
 from olmorl.rewards.string_match import string_match
-from olmorl.rewards.verifier import BUILTIN, choose_verifiers, find_verifier, load_verifier
+from olmorl.rewards.verifier import BUILTIN, canonical_name, choose_verifiers, find_verifier, load_verifier
 
 GSM8K = Path(os.environ.get("OLMORL_TEST_GSM8K", ""))
 
@@ -134,8 +134,15 @@ def test_regex() -> None:
 
 def test_names() -> None:
     assert find_verifier("openai/gsm8k") == find_verifier("GSM8K") == BUILTIN["gsm8k"]
-    for path in BUILTIN.values():
-        assert callable(load_verifier(path))
+    for name, path in BUILTIN.items():
+        if name != "reasoning_gym":  # needs an optional package
+            assert callable(load_verifier(path))
+    assert (
+        canonical_name("general-quality_ref") == "general-quality_ref"
+        and canonical_name("HuggingFaceH4/MATH-500") == "math"
+    )
+    with pytest.raises(ConfigError, match="did you mean 'general-safety'"):
+        canonical_name("general-safty")
     with pytest.raises(ConfigError, match="did you mean 'gsm8k'"):
         find_verifier("gsm8")
     with pytest.raises(ConfigError, match=r"up_to_max_length, judge.* or one of your own"):
