@@ -11,7 +11,7 @@ from olmorl.config.schema import Config
 from olmorl.contract.errors import SyncError
 from olmorl.controller.background import Background
 from olmorl.controller.buffer import RolloutBuffer
-from olmorl.controller.compose import Inputs
+from olmorl.controller.compose import Inputs, load_inputs
 from olmorl.controller.evaluate import evaluate
 from olmorl.controller.group import Fate, Group, State
 from olmorl.controller.loop import RolloutLoops, request_seed
@@ -136,7 +136,7 @@ def test_a_synchronous_run_admits_nothing_before_the_update_is_live(
 
 
 def test_a_verifier_that_fails_costs_samples_and_not_the_run(
-    quickstart_config: MakeConfig, inputs: Inputs, engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    quickstart_config: MakeConfig, engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = """
 from itertools import count
@@ -155,8 +155,7 @@ def judge(completion, truth, prompt):
         assert any("ZeroDivisionError" in s.detail for s in samples)
 
     config = quickstart_config("reward.verifier=half_broken:judge", "rollout.active_sampling=false")
-    broken = Inputs(inputs.train, inputs.eval, ("half_broken:judge",), inputs.canary)
-    drive(config, broken, engine, scenario)
+    drive(config, load_inputs(config), engine, scenario)
 
 
 def test_evaluation_is_reproducible_and_of_one_version(

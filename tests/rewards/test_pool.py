@@ -240,10 +240,11 @@ def test_score_leaves_nothing_behind_and_no_noise(own_verifiers) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_throughput() -> None:
+@pytest.mark.parametrize("verifier", ["gsm8k", "math"])
+def test_throughput(verifier: str) -> None:
     async def main() -> float:
-        async with VerifierPool(["gsm8k"], workers=2) as pool:
-            group = [job(f"{'step 1, step 2. ' * 20} #### {i}", "gsm8k", str(i)) for i in range(8)]
+        async with VerifierPool([verifier], workers=2) as pool:
+            group = [job(f"{'step 1, step 2. ' * 20} #### {i}", verifier, str(i)) for i in range(8)]
             await pool.score(group)
             start = time.perf_counter()
             verdicts = await asyncio.gather(*(pool.score(group) for _ in range(500)))
@@ -251,5 +252,5 @@ def test_throughput() -> None:
             return 4000 / (time.perf_counter() - start)
 
     rate = run(main())
-    print(f"{rate:.0f} gsm8k verdicts a second")
+    print(f"{rate:.0f} {verifier} verdicts a second")
     assert rate > 500  # 2,000 and more when no one else uses the cores

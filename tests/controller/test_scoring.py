@@ -1,0 +1,89 @@
+"""From a prompt's checks to one verdict for each sample."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from olmorl.config.schema import RewardSection
+from olmorl.contract.errors import ConfigError
+from olmorl.contract.generation import FinishReason, RolloutSample
+from olmorl.controller.group import ScoredSample
+from olmorl.controller.scoring import Scorer, verifier_settings, verifiers_to_load
+from olmorl.data.prompt import Check, Prompt
+
+
+def prompt(*checks: Check) -> Prompt:
+    return Prompt(
+        index=0,
+        token_ids=np.array([1], np.int32),
+        text="q",
+        checks=checks,
+        data_source="s",
+        epoch=0,
+        position=0,
+    )
+
+
+def sample(index: int, text: str, *, finish_reason: FinishReason = "stop") -> RolloutSample:
+    return RolloutSample(
+        request_id="0_0",
+        lease=1,
+        sample_index=index,
+        worker="w",
+        token_ids=np.arange(5, dtype=np.int32),
+        logprobs=np.zeros(5, np.float32),
+        raw_logprobs=np.zeros(5, np.float32),
+        version_spans=((0, 0, 5),),
+        text=text,
+        finish_reason=finish_reason,
+    )
+
+
+def score(section: RewardSection, asked: Prompt, *samples: RolloutSample) -> list[ScoredSample]:
+    async def main() -> list[ScoredSample]:
+        names = verifiers_to_load(section, [check.verifier for check in asked.checks])
+        scorer = await Scorer.start(section, verifiers=names)
+        try:
+            return await scorer.score(asked, samples)
+        finally:
+            await scorer.close()
+
+    return asyncio.run(main())
+
+
+def test_several_verifiers_are_added_by_weight() -> None:
+    asked = prompt(Check("gsm8k", "7"), Check("old_format", None), Check("max_length", 5))
+    section = RewardSection(weights={"gsm8k": 2.0, "format": 0.5}, remap={"old_format": "format"})
+    texts = ("<think>a</think><answer>7</answer>", "7", "8")
+    scored = score(section, asked, *(sample(i, text) for i, text in enumerate(texts)))
+    assert [s.reward for s in scored] == [3.5, 3.0, 1.0]
+
+
+def test_one_failure_leaves_the_sample_without_a_reward() -> None:
+    asked = prompt(Check("gsm8k", "7"), Check("regex", "("))
+    good, aborted = score(RewardSection(), asked, sample(0, "7"), sample(1, "7", finish_reason="abort"))
+    assert (good.verdict, good.reward) == ("unscorable", None) and good.detail.startswith("regex: ")
+    assert (aborted.verdict, aborted.reward, aborted.detail) == ("error", None, "aborted by the engine")
+
+
+def test_what_does_not_fit_is_said_at_the_start() -> None:
+    with pytest.raises(ConfigError, match=r"reward\.verifier"):
+        verifiers_to_load(RewardSection(), ["gsm8k", None])
+    with pytest.raises(ConfigError, match=r"reward\.weights: no row is judged by 'math'; the verifiers are gsm8k"):
+        verifiers_to_load(RewardSection(weights={"math": 2.0}), ["gsm8k"])
+    with pytest.raises(ConfigError, match="did you mean 'math'"):
+        verifiers_to_load(RewardSection(weights={"maths": 2.0}), ["gsm8k"])
+    remapped = RewardSection(remap={"mine": "regex"})
+    assert verifiers_to_load(remapped, ["mine", "regex", "puzzle"]) == ("regex", "puzzle")
+    with pytest.raises(ConfigError, match="unknown verifier 'mine'"):
+        verifiers_to_load(RewardSection(), ["mine"])
+
+
+def test_what_the_config_leaves_open_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CODE_API_URL", "http://code")
+    monkeypatch.setenv("OPENAI_BASE_URL", "http://judge")
+    monkeypatch.setenv("OPENAI_API_KEY", "s3cret")
+    settings = verifier_settings(RewardSection(judge_url="http://mine", judge_model="m", code_seconds=3.0))
+    assert (settings.code_api_url, settings.judge_url, settings.code_seconds) == ("http://code", "http://mine", 3.0)
+    assert settings.judge_api_key == "s3cret" and "s3cret" not in repr(settings)
