@@ -73,12 +73,13 @@ def _clean(text: str) -> str:
 def read_truth(ground_truth: object) -> list[str]:
     """The right answers, any of which will do."""
     truths = ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth]
-    return [truth for truth in map(_read_one_truth, truths) if truth]
+    spelled = [str(t) for t in truths if isinstance(t, str | int | float) and not isinstance(t, bool)]
+    return [truth for truth in map(_read_one_truth, spelled) if truth]
 
 
 @functools.lru_cache(maxsize=4096)
-def _read_one_truth(truth: object) -> str:
-    text = str(truth).strip()
+def _read_one_truth(text: str) -> str:
+    text = text.strip()
     boxed = last_boxed(text)
     if boxed is None and (hashes := HASHES.findall(text)):
         boxed = hashes[-1]
@@ -104,7 +105,7 @@ class MathVerifier:
     def __call__(self, completion: str, ground_truth: object, prompt: str | None = None) -> Verdict:
         truths = read_truth(ground_truth)
         if not truths:
-            return unscorable(f"the ground truth {ground_truth!r:.80} is empty")
+            return unscorable(f"the ground truth {ground_truth!r:.80} is no answer")
         answer = self.find_answer(completion)
         if answer is None or not answer.strip():
             return scored(0.0, "no answer in the completion")
