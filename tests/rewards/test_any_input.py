@@ -11,8 +11,8 @@ from olmorl.rewards.verdict import VerifierJob
 from olmorl.rewards.verifier import BUILTIN, Verifier, load_verifier, run_verifier
 
 PIECES = st.sampled_from(
-    ["\\boxed{", "}", "{", "####", "$", "\\frac", "1", "2", ",", ".", "-", "/", "%", " ", "\n", "x", "=", "^", "(", ")", "[",
-     "]", "\\{", "\\}", "<answer>", "</answer>", "<think>", "</think>", "<finish>", "</finish>", "```", "answer is ",
+    ["\\boxed{", "}", "{", "####", "$", "\\frac", "1", "2", ",", ".", "-", "/", "%", " ", "\n", "x", "=", "^", "(", ")",
+     "[", "]", "\\{", "\\}", "<answer>", "</answer>", "<think>", "</think>", "<finish>", "</finish>", "```", "answer is ",
      "\\text{", "\\sqrt", "\\pi", "*", "٧", "½", "²", "\x00", "\ud800", "é", "e3", "\\circ", "\\le", "\\cup"]
 )  # fmt: skip
 TEXTS = st.one_of(st.lists(PIECES, max_size=12).map("".join), st.text(max_size=30))
@@ -45,7 +45,7 @@ def test_any_input_has_a_verdict(name: str) -> None:
 
 @given(text=TEXTS)
 @settings(max_examples=100, deadline=None)
-def test_every_answer_equals_itself(text: str) -> None:
-    math = verifier("math")
-    verdict = run_verifier(math, VerifierJob(verifier="math", completion=f"\\boxed{{{text}}}", ground_truth=f"${text}$"))
+def test_an_answer_against_itself_has_a_verdict(text: str) -> None:
+    job = VerifierJob(verifier="math", completion=f"\\boxed{{{text}}}", ground_truth=f"${text}$")
+    verdict = run_verifier(verifier("math"), job)
     assert verdict.status in ("scored", "unscorable", "timeout"), verdict
