@@ -13,7 +13,8 @@ from olmorl.rewards.verifier import BUILTIN, Verifier, load_verifier, run_verifi
 PIECES = st.sampled_from(
     ["\\boxed{", "}", "{", "####", "$", "\\frac", "1", "2", ",", ".", "-", "/", "%", " ", "\n", "x", "=", "^", "(", ")",
      "[", "]", "\\{", "\\}", "<answer>", "</answer>", "<think>", "</think>", "<finish>", "</finish>", "```",
-     "answer is ", "\\text{", "\\sqrt", "\\pi", "*", "٧", "½", "²", "\x00", "\ud800", "é", "e3", "\\circ", "\\le", "\\cup"]
+     "answer is ", "\\text{",
+     "\\sqrt", "\\pi", "*", "٧", "½", "²", "\x00", "\ud800", "é", "e3", "\\circ", "\\le", "\\cup"]
 )  # fmt: skip
 TEXTS = st.one_of(st.lists(PIECES, max_size=12).map("".join), st.text(max_size=30))
 TRUTHS = st.recursive(
