@@ -41,17 +41,15 @@ class Engine:
         self.eos_ids = eos_token_ids(self.folder)
         self.tokenizer = Tokenizer(self.folder)
         self.version = initial_version
-        num_blocks = -(-config.kv_cache_tokens // config.block_size)
-        self.runner = Runner(self.decoder, num_blocks=num_blocks, block_size=config.block_size)
-        self.scheduler = Scheduler(
-            num_blocks,
+        self.scheduler = self._new_scheduler()
+        self.runner = Runner(
+            self.decoder,
+            num_blocks=self.scheduler.allocator.num_blocks,
             block_size=config.block_size,
-            max_num_seqs=config.max_num_seqs,
-            max_tokens_per_step=config.max_tokens_per_step,
-            prefix_caching=config.prefix_caching,
+            num_window_blocks=self.scheduler.num_window_blocks,
         )
-        self.scheduler.cache.version = initial_version
-        self.table = BlockTable(config.max_num_seqs, block_size=config.block_size)
+        windowed = self.scheduler.num_window_blocks is not None
+        self.table = BlockTable(config.max_num_seqs, block_size=config.block_size, windowed=windowed)
         self.sampling = SamplingTable(config.max_num_seqs)
         self.requests: dict[str, Request] = {}
         self.num_arrived = 0
@@ -61,6 +59,22 @@ class Engine:
             num_parameters=self.decoder.num_parameters,
             element_size=self.decoder.embedding.element_size(),
         )
+
+    def _new_scheduler(self) -> Scheduler:
+        config = self.config
+        # The widest window decides for all sliding layers; one that nothing outgrows is no window.
+        window = max((layer.window or 0 for layer in self.decoder.arch.layers), default=0)
+        scheduler = Scheduler(
+            -(-config.kv_cache_tokens // config.block_size),
+            block_size=config.block_size,
+            max_num_seqs=config.max_num_seqs,
+            max_tokens_per_step=config.max_tokens_per_step,
+            prefix_caching=config.prefix_caching,
+            static=config.batching == "static",
+            window=window if 0 < window < self.max_model_len else None,
+        )
+        scheduler.cache.version = self.version
+        return scheduler
 
     # Requests
 
@@ -145,10 +159,10 @@ class Engine:
         started = time.perf_counter()
         plan = self.scheduler.schedule()
         finished = self._give_up(plan)
-        self.table.update(plan.grown)
+        self.table.update(entered=plan.entered, grown=plan.grown)
         for sequence in plan.entered:
             self.sampling.set(sequence)
-        self.runner.copy_blocks(plan.copies)
+        self.runner.copy_blocks(plan.copies, plan.window_copies)
         if plan.chunks or plan.starts:
             finished += self._compute(plan)
         self._retire(finished)
@@ -176,8 +190,7 @@ class Engine:
                 self._record_prompt_logprobs(plan, hidden)
         drawing, logits = self._logits(plan, hidden)
         for sequence, count in plan.chunks:
-            sequence.num_computed += count
-            self.scheduler.publish(sequence)
+            self.scheduler.computed(sequence, count)
         return self._draw(drawing, logits) if drawing else []
 
     def _logits(self, plan: StepPlan, hidden: torch.Tensor | None) -> tuple[list[Sequence], torch.Tensor]:
@@ -271,10 +284,9 @@ class Engine:
 
     def _count(self, plan: StepPlan) -> None:
         totals = self.clock.totals
-        running = len(self.scheduler.running)
         totals.steps += 1
-        totals.live_batch_sum += running
-        totals.slot_steps += self.config.max_num_seqs if self.scheduler.waiting else running
+        totals.live_batch_sum += len(self.scheduler.running)
+        totals.slot_steps += self.scheduler.slots_held
         totals.slot_steps_used += len(plan.chunks) + len(plan.starts)
         totals.prefill_tokens_shared += plan.num_shared_tokens
         totals.preemptions += plan.num_preempted
@@ -349,5 +361,5 @@ def _check_config(config: EngineConfig) -> None:
             raise ConfigError(f"{name} is {getattr(config, name)}; it must be >= 1")
     if config.max_model_len is not None and config.max_model_len < 2:
         raise ConfigError(f"max_model_len is {config.max_model_len}; it must be >= 2")
-    if config.batching != "continuous":
-        raise ConfigError(f"batching is {config.batching!r}; this engine offers 'continuous'")
+    if config.batching not in ("continuous", "static"):
+        raise ConfigError(f"batching is {config.batching!r}; it must be 'continuous' or 'static'")

@@ -25,6 +25,10 @@ class Sequence:
     num_computed: int = 0
     """leading tokens whose KV is in `blocks`"""
     blocks: list[int] = field(default_factory=list)
+    window_blocks: list[int] = field(default_factory=list)
+    """the same for layers with a sliding window, if the model has any; -1 where no later token looks"""
+    num_slid: int = 0
+    """leading entries of `window_blocks` that are -1"""
     num_shared: int = 0
     """leading blocks that another table may hold too; writing into one of them copies it first"""
     row: int = -1
@@ -76,6 +80,7 @@ class SharedPrompt:
     leader: Sequence
     """whoever computed it"""
     blocks: list[int]
+    window_blocks: list[int]
     kv_events: list[KvEvent]
     publishable: bool
     logits: Any = None

@@ -131,11 +131,14 @@ def attend_torch(
     start = 0
     for end in batch.chunk_ends_C.tolist():
         context = int(batch.positions_T[end - 1]) + 1
-        blocks = table_RW[int(batch.rows_T[start]), : -(-context // block_size)].long()
-        k_KCD = keys_BKSD[blocks].transpose(0, 1).flatten(1, 2)[:, :context]
-        v_KCD = values_BKSD[blocks].transpose(0, 1).flatten(1, 2)[:, :context]
-        distance_NC = positions_T[start:end, None] - torch.arange(context, device=device)
-        seen_NC = (distance_NC >= 0) & (distance_NC < (layer.window or context))
+        window = layer.window or context
+        first = max(0, int(batch.positions_T[start]) + 1 - window) // block_size  # blocks before it may be gone
+        begin = first * block_size
+        blocks = table_RW[int(batch.rows_T[start]), first : -(-context // block_size)].long()
+        k_KCD = keys_BKSD[blocks].transpose(0, 1).flatten(1, 2)[:, : context - begin]
+        v_KCD = values_BKSD[blocks].transpose(0, 1).flatten(1, 2)[:, : context - begin]
+        distance_NC = positions_T[start:end, None] - torch.arange(begin, context, device=device)
+        seen_NC = (distance_NC >= 0) & (distance_NC < window)
         q_HND = q_THD[start:end].transpose(0, 1)
         out_HND = F.scaled_dot_product_attention(q_HND[None], k_KCD[None], v_KCD[None], seen_NC, enable_gqa=True)[0]
         out_THD[start:end] = out_HND.transpose(0, 1)

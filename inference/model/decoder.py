@@ -13,9 +13,11 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from inference.model.architecture import Architecture, Rope
-from inference.model.attention import AttentionInput, KVPool, attend
+from inference.model.architecture import Architecture
+from inference.model.attention import AttentionInput, attend
+from inference.model.kv_pools import KVPools
 from inference.model.layers import gated_silu, linear, rms_norm, rope_table
+from inference.model.rope import Rope
 from inference.step_batch import StepBatch
 from olmorl.contract.weights import TensorSpec
 
@@ -57,15 +59,17 @@ class Decoder:
     def num_parameters(self) -> int:
         return sum(tensor.numel() for tensor in self.tensors.values())
 
-    def forward(self, batch: StepBatch, pool: KVPool) -> torch.Tensor:
-        """[T, M] after the final norm; keys and values of the step are in `pool`."""
+    def forward(self, batch: StepBatch, pools: KVPools) -> torch.Tensor:
+        """[T, M] after the final norm; keys and values of the step are in `pools`."""
         arch, eps = self.arch, self.arch.norm_eps
         pre = arch.norms == "pre"
+        windowed = batch.windowed or batch
         x_TM = F.embedding(torch.from_numpy(batch.token_ids_T).to(self.device), self.embedding)
         for index, layer in enumerate(self.layers):
             y_TM = rms_norm(x_TM, layer.attention_norm, eps) if pre else x_TM
             qkv_TX = linear(y_TM, layer.qkv, layer.qkv_bias)
-            y_TM = linear(attend(qkv_TX, layer.attention, *pool.layer(index), batch), layer.out, layer.out_bias)
+            step = batch if layer.attention.window is None else windowed
+            y_TM = linear(attend(qkv_TX, layer.attention, *pools.layer(index), step), layer.out, layer.out_bias)
             x_TM = x_TM + (y_TM if pre else rms_norm(y_TM, layer.attention_norm, eps))
             y_TM = rms_norm(x_TM, layer.mlp_norm, eps) if pre else x_TM
             y_TM = gated_silu(linear(y_TM, layer.gate_up, layer.gate_up_bias))

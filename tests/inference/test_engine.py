@@ -177,7 +177,7 @@ def test_abort_at_any_moment(model_folder: str, aborts: list[tuple[int, int]], p
         for sample, full in zip(done[rid].samples, samples, strict=True):
             assert sample.token_ids == full[: len(sample.token_ids)]
             assert sample.finish_reason == "length" if rid not in aborted else True
-    assert llm.stats()["kv_usage"] == 0 and len(llm.engine.scheduler._free_rows) == 64
+    assert llm.stats()["kv_usage"] == 0 and len(llm.engine.scheduler.free_rows) == 64
 
 
 def test_abort_returns_what_there_is_once(model_folder: str) -> None:

@@ -35,8 +35,7 @@ def make_scheduler(num_blocks: int = 64, **options: int) -> Scheduler:
 def advance(scheduler: Scheduler, plan: StepPlan, token: int = 1) -> list[Sequence]:
     """What the engine does with a plan, without a model; the finished sequences."""
     for sequence, count in plan.chunks:
-        sequence.num_computed += count
-        scheduler.publish(sequence)
+        scheduler.computed(sequence, count)
     drawing = [s for s, _ in plan.chunks if s.num_computed == s.num_tokens] + [s for s, _ in plan.starts]
     for sequence in drawing:
         sequence.token_ids.append(token)
@@ -160,24 +159,24 @@ def test_lower_priority_number_goes_first_and_is_preempted_last() -> None:
 
 def test_reuse_order_of_free_blocks() -> None:
     allocator = BlockAllocator(4)
-    blocks = [allocator.allocate() for _ in range(3)]
+    blocks = allocator.allocate(3)
     assert blocks == [0, 1, 2]
     allocator.mark_cached(0)
     allocator.mark_cached(1)
     allocator.release([2, 1, 0])
-    assert [allocator.allocate() for _ in range(5)] == [2, 3, 1, 0, None]
+    assert allocator.allocate(4) == [2, 3, 1, 0] and allocator.num_free == 0
 
 
 def test_a_reused_block_is_forgotten() -> None:
     cache = PrefixCache(2, block_size=2)
     sequence = make_request(0, [1, 2, 3]).sequences[0]
-    sequence.blocks = [cache.allocator.allocate(), cache.allocator.allocate()]  # type: ignore[list-item]
+    sequence.blocks = cache.allocator.allocate(2)
     sequence.num_computed = 3
     cache.publish(sequence)
     cache.allocator.release(reversed(sequence.blocks))
-    assert cache.lookup([1, 2, 9])[0] == [0]
-    assert [cache.allocator.allocate() for _ in range(2)] == [1, 0]
-    assert cache.lookup([1, 2, 9])[0] == [] and len(cache) == 0
+    assert cache.lookup([1, 2, 9]).blocks == [0]
+    assert cache.allocator.allocate(2) == [1, 0]
+    assert cache.lookup([1, 2, 9]).blocks == [] and len(cache) == 0
 
 
 events = st.lists(

@@ -126,7 +126,7 @@ def test_a_crash_of_the_engine_surfaces_in_every_call(worker: InferenceWorker) -
 
     thread = threading.Thread(target=drain)
     thread.start()
-    worker._engine.runner.pool = None  # type: ignore[assignment]
+    worker._engine.runner.pools = None  # type: ignore[assignment]
     worker.submit([request(0)])
     thread.join(10)
     assert len(waiting) == 1 and "the engine stopped" in str(waiting[0])
