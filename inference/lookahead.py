@@ -22,13 +22,15 @@ def steps_until_change(scheduler: "Scheduler", *, ends_at: Callable[[Sequence], 
     """The number of next steps in which each running sequence, and nobody else, computes one token.
 
     Each draws one token a step and ends with `ends_at` tokens; the last of the steps is the one that ends a sequence.
-    Never too many. Too few only where somebody waits for blocks with a row free, and prefix caching is on: what the
-    cache will hold by then may let him in, so the steps up to the next full block are promised and no more.
+    Never too many. Too few only in three corners. A prompt's very last token, computed by itself while group mates wait
+    for it, counts as a change, and so does dropping prompts kept for later. And where somebody waits for blocks with a
+    row free, and prefix caching is on, what the cache will hold by then may let him in: the steps up to the next full
+    block are promised and no more.
     """
     running = scheduler.running
     if not running or len(running) > scheduler.max_tokens_per_step:
         return 0
-    if any(s.num_tokens - s.num_computed != 1 or s.request.leader is s for s in running):
+    if any(s.num_tokens - s.num_computed != 1 or (s.request.leader is s and s.request.waiting) for s in running):
         return 0
     steps = min(ends_at(sequence) - sequence.num_tokens for sequence in running)
     steps = min(steps, _steps_with_blocks(scheduler, steps))

@@ -100,7 +100,8 @@ class Scheduler:
             if not self.running and self.waiting:  # nobody will give blocks back: prompts kept for later hold them
                 self._drop_shared_prompts()
                 self._admit_waiting(plan)
-                assert plan.chunks, "an idle engine must be able to admit the first request"
+                if not plan.chunks:  # preempted when it filled the pool, and has drawn one token more by then
+                    self._give_up_first(plan)
         return plan
 
     def steps_until_change(self) -> int:
@@ -192,6 +193,12 @@ class Scheduler:
         return sequence
 
     # Waiting requests
+
+    def _give_up_first(self, plan: StepPlan) -> None:
+        sequence = self.waiting[0].waiting[0]
+        needed = self.kv.count(sequence.num_tokens)
+        assert needed > self.allocator.num_blocks, "an idle engine must be able to admit whatever fits its pool"
+        plan.outgrown.append(sequence)
 
     def _admit_waiting(self, plan: StepPlan) -> None:
         index = 0
