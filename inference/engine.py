@@ -356,10 +356,20 @@ class Engine:
 
 
 def _check_config(config: EngineConfig) -> None:
-    for name in ("max_num_seqs", "kv_cache_tokens", "block_size", "max_tokens_per_step"):
-        if getattr(config, name) < 1:
-            raise ConfigError(f"{name} is {getattr(config, name)}; it must be >= 1")
-    if config.max_model_len is not None and config.max_model_len < 2:
-        raise ConfigError(f"max_model_len is {config.max_model_len}; it must be >= 2")
+    for name in ("max_num_seqs", "kv_cache_tokens", "block_size", "max_tokens_per_step", "max_model_len"):
+        value, least = getattr(config, name), 2 if name == "max_model_len" else 1
+        if value is None and name == "max_model_len":
+            continue
+        if not isinstance(value, int) or value < least:
+            raise ConfigError(f"{name} is {value!r}; it must be an integer >= {least}")
     if config.batching not in ("continuous", "static"):
         raise ConfigError(f"batching is {config.batching!r}; it must be 'continuous' or 'static'")
+    for name in ("quantization", "speculative"):
+        if getattr(config, name) is not None:
+            raise ConfigError(f"{name} is {getattr(config, name)!r}; this engine offers None alone")
+    try:
+        device = torch.device(config.device)
+    except RuntimeError:
+        raise ConfigError(f"device is {config.device!r}; it must be 'cpu' or 'cuda'") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device is 'cuda', but this machine or this build of torch has none")

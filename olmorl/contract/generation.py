@@ -163,6 +163,8 @@ class EngineConfig:
     max_model_len: int | None = None
     prefix_caching: bool = True
     batching: Literal["continuous", "static"] = "continuous"
+    quantization: str | None = None
+    speculative: str | None = None
     seed: int = 0
     threads: int | None = None
     """torch threads of the process; None leaves torch's own choice"""
