@@ -34,7 +34,11 @@ class Engine:
         self.config = config
         self.folder: Path = resolve_folder(config.model)
         self.decoder = load_decoder(
-            self.folder, dtype=config.dtype, device=config.device, max_model_len=config.max_model_len
+            self.folder,
+            dtype=config.dtype,
+            device=config.device,
+            max_model_len=config.max_model_len,
+            kernels=config.kernels,
         )
         self.max_model_len = config.max_model_len or self.decoder.arch.max_positions
         self.vocab_size = self.decoder.arch.vocab_size
@@ -203,25 +207,18 @@ class Engine:
             if sequence.num_computed + count == len(sequence.token_ids):
                 drawing.append(sequence)
                 last_tokens.append(end - 1)
-        logits = torch.empty(0)
-        if hidden is not None and drawing:
-            logits = self.runner.logits(hidden, np.array(last_tokens, np.int64))
-        if not plan.starts and not any(s.request.shared_prompt for s in drawing if not s.logprobs):
-            return drawing, logits
-        row_of = {id(sequence): row for row, sequence in enumerate(drawing)}
-        for sequence in drawing:
-            prompt = sequence.request.shared_prompt
-            if prompt is not None and prompt.logits is None and prompt.leader is sequence:
-                prompt.logits = logits[row_of[id(sequence)]].clone()
-        rows: list[torch.Tensor] = []
-        for sequence, prompt in plan.starts:
-            rows.append(logits[row_of[id(prompt.leader)]] if prompt.logits is None else prompt.logits)
-            drawing.append(sequence)
-        parts = ([logits] if len(row_of) else []) + ([torch.stack(rows)] if rows else [])
-        return drawing, torch.cat(parts)
+        if not drawing and not plan.starts:
+            return drawing, torch.empty(0)
+        prompts = [prompt for _, prompt in plan.starts]
+        prompts += [s.request.shared_prompt for s in drawing if s.request.shared_prompt is not None]
+        for prompt in prompts:
+            if prompt.hidden is None and hidden is not None and prompt.leader in drawing:
+                prompt.hidden = hidden[last_tokens[drawing.index(prompt.leader)]]
+        kept = [prompt.hidden for _, prompt in plan.starts]
+        return drawing + [sequence for sequence, _ in plan.starts], self.runner.logits(hidden, last_tokens, kept)
 
     def _draw(self, drawing: list[Sequence], logits: torch.Tensor) -> list[Sequence]:
-        sampled = sample(logits, self.sampling.batch(drawing))
+        sampled = sample(logits, self.sampling.batch(drawing), self.decoder.team)
         broken = sampled.broken_R
         any_broken = bool(broken.any())
         now = time.time()

@@ -83,8 +83,8 @@ class SharedPrompt:
     window_blocks: list[int]
     kv_events: list[KvEvent]
     publishable: bool
-    logits: Any = None
-    """last-token logits, a tensor; None within the step that computes them"""
+    hidden: Any = None
+    """hidden state of the last token, a tensor; None until it is computed"""
 
 
 @dataclass(slots=True, eq=False)

@@ -33,11 +33,14 @@ class Runner:
         return self.decoder.forward(batch, self.pools)
 
     @torch.inference_mode()
-    def logits(self, hidden_TM: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
-        """[R, V]"""
-        if len(rows) == len(hidden_TM):
-            return self.decoder.logits(hidden_TM)
-        return self.decoder.logits(hidden_TM[torch.from_numpy(rows).to(hidden_TM.device)])
+    def logits(self, hidden_TM: torch.Tensor | None, rows: list[int], more: list[torch.Tensor]) -> torch.Tensor:
+        """[R, V], of some rows of a step's hidden states, then of ones kept from earlier; valid until the next call."""
+        kept = [torch.stack(more)] if more else []
+        if hidden_TM is None or not rows:
+            return self.decoder.logits(kept[0])
+        if rows != list(range(len(hidden_TM))):
+            hidden_TM = hidden_TM[torch.tensor(rows, device=hidden_TM.device)]
+        return self.decoder.logits(torch.cat([hidden_TM, *kept]) if kept else hidden_TM)
 
     @torch.inference_mode()
     def given_logprobs(self, hidden_TM: torch.Tensor, token_ids_T: np.ndarray) -> np.ndarray:

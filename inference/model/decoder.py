@@ -13,12 +13,15 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from inference.kernels.cpu_team import Team
 from inference.model.architecture import Architecture
 from inference.model.attention import AttentionInput, attend
+from inference.model.compiled_decoder import CompiledDecoder, can_compile
 from inference.model.kv_pools import KVPools
 from inference.model.layers import gated_silu, linear, rms_norm, rope_table
 from inference.model.rope import Rope
 from inference.step_batch import StepBatch
+from olmorl.contract.generation import Kernels
 from olmorl.contract.weights import TensorSpec
 
 
@@ -38,7 +41,15 @@ class LayerWeights:
 
 
 class Decoder:
-    def __init__(self, arch: Architecture, *, dtype: torch.dtype, device: torch.device, max_model_len: int) -> None:
+    def __init__(
+        self,
+        arch: Architecture,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_model_len: int,
+        kernels: Kernels = "auto",
+    ) -> None:
         self.arch = arch
         self.dtype = dtype
         self.device = device
@@ -48,6 +59,14 @@ class Decoder:
         self.layers = [self._layer(index, max_model_len) for index in range(len(arch.layers))]
         self.norm = self._tensor("model.norm.weight", arch.hidden_size)
         self.head = self.embedding if arch.tied else self._tensor("lm_head.weight", arch.vocab_size, arch.hidden_size)
+        self.compiled: CompiledDecoder | None = None
+        if kernels == "auto" and can_compile(arch, dtype=dtype, device=device):
+            self.compiled = CompiledDecoder(self, max_model_len=max_model_len, threads=torch.get_num_threads())
+
+    @property
+    def team(self) -> Team | None:
+        """The threads of the compiled kernels; None where torch computes."""
+        return None if self.compiled is None else self.compiled.team
 
     @property
     def specs(self) -> tuple[TensorSpec, ...]:
@@ -61,6 +80,11 @@ class Decoder:
 
     def forward(self, batch: StepBatch, pools: KVPools) -> torch.Tensor:
         """[T, M] after the final norm; keys and values of the step are in `pools`."""
+        if self.compiled is not None:
+            return self.compiled.forward(batch, pools)
+        return self.forward_torch(batch, pools)
+
+    def forward_torch(self, batch: StepBatch, pools: KVPools) -> torch.Tensor:
         arch, eps = self.arch, self.arch.norm_eps
         pre = arch.norms == "pre"
         windowed = batch.windowed or batch
@@ -78,7 +102,9 @@ class Decoder:
         return rms_norm(x_TM, self.norm, eps)
 
     def logits(self, hidden_RM: torch.Tensor) -> torch.Tensor:
-        """[R, V] float32."""
+        """[R, V] float32, valid until the next call; rows need not be contiguous."""
+        if self.compiled is not None:
+            return self.compiled.logits(hidden_RM)
         return linear(hidden_RM, self.head).float()
 
     def _layer(self, index: int, max_model_len: int) -> LayerWeights:

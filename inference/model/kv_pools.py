@@ -6,6 +6,7 @@ A window pool holds far fewer blocks, and its layers are the majority in the fam
 
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from inference.model.architecture import Architecture
@@ -42,8 +43,13 @@ class KVPools:
             for index, slide in enumerate(slides)
         ]
 
+        self.block_size = block_size
+        self.block_step = 2 * arch.num_kv_heads * block_size * arch.head_dim * dtype.itemsize
+        """bytes from a block of a layer to the next"""
+        self.addresses_L2 = np.array([[part.data_ptr() for part in layer] for layer in self._layers], np.int64)
+
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of one layer of the model, each [B, K, S, D]."""
+        """Keys [B, K, D, S] and values [B, K, S, D] of one layer of the model."""
         return self._layers[index]
 
     def copy_blocks(self, copies: Copies, window_copies: Copies) -> None:
@@ -54,4 +60,4 @@ class KVPools:
 
     @property
     def num_bytes(self) -> int:
-        return self.full.data_L2BKSD.nbytes + self.windowed.data_L2BKSD.nbytes
+        return self.full.data_LB2KX.nbytes + self.windowed.data_LB2KX.nbytes
