@@ -32,6 +32,8 @@ class Engine:
     def __init__(self, config: EngineConfig, *, initial_version: int = 0) -> None:
         _check_config(config)
         self.config = config
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
         self.folder: Path = resolve_folder(config.model)
         self.decoder = load_decoder(
             self.folder,
@@ -40,6 +42,11 @@ class Engine:
             max_model_len=config.max_model_len,
             kernels=config.kernels,
         )
+        if config.deterministic and self.decoder.compiled is None:
+            raise ConfigError(
+                "deterministic needs the compiled kernels: float32 on a CPU, heads of a multiple of 8, kernels 'auto'; "
+                f"this is {config.dtype} on {config.device} with kernels = {config.kernels!r}"
+            )
         self.max_model_len = config.max_model_len or self.decoder.arch.max_positions
         self.vocab_size = self.decoder.arch.vocab_size
         self.eos_ids = eos_token_ids(self.folder)
@@ -109,9 +116,11 @@ class Engine:
         params: SamplingParams,
         *,
         sample_indices: tuple[int, ...] | None = None,
+        lengths: Items[int] | None = None,
         priority: int = 0,
         tag: Any = None,
     ) -> Request:
+        """`lengths` gives each sample a max_tokens of its own, as a replay of recorded rollouts needs."""
         if request_id in self.requests:
             raise ValueError(f"request {request_id!r} is already running")
         self.check(prompt, params)
@@ -132,6 +141,9 @@ class Engine:
             priority=priority,
             tag=tag,
         )
+        if lengths is not None:
+            for sequence, length in zip(request.sequences, lengths, strict=True):
+                sequence.max_tokens = min(len(prompt) + length, request.max_tokens)
         if params.stop:
             for sequence in request.sequences:
                 sequence.stop_matcher = StopMatcher(params.stop, self.tokenizer)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from inference.device_peaks import device_peaks
 from inference.engine import Engine, KvPolicy
 from inference.request import Request, Sequence
 from inference.stopping import output_text
@@ -121,8 +122,16 @@ class LLM:
         self._aborted.extend(done.values())  # requests of add_request that finished meanwhile
         return outputs
 
-    def add_request(self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0) -> str:
-        return self._add(self._token_ids(prompt), params or SamplingParams(), priority=priority)
+    def add_request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        lengths: Items[int] | None = None,
+        priority: int = 0,
+    ) -> str:
+        """`lengths` gives each of the `params.n` samples a max_tokens of its own."""
+        return self._add(self._token_ids(prompt), params or SamplingParams(), lengths=lengths, priority=priority)
 
     def step(self) -> list[RequestOutput]:
         """One engine step; the requests all of whose samples are finished now."""
@@ -163,10 +172,16 @@ class LLM:
             raise ValueError(f"a prompt is text or a list of integer token ids, not {_shortened(prompt)}")
         return [int(token) for token in ids]
 
-    def _add(self, prompt: list[int], params: SamplingParams, *, priority: int = 0) -> str:
+    def device_peaks(self) -> tuple[float, float, str]:
+        """(FLOP/s, bytes/s, where the figures come from) of what this engine runs on."""
+        return device_peaks(self.engine.decoder.device)
+
+    def _add(
+        self, prompt: list[int], params: SamplingParams, *, lengths: Items[int] | None = None, priority: int = 0
+    ) -> str:
         request_id = str(self._num_requests)
         self._num_requests += 1
-        self.engine.add(request_id, prompt, params, priority=priority)
+        self.engine.add(request_id, prompt, params, lengths=lengths, priority=priority)
         return request_id
 
     def _output(self, request: Request) -> RequestOutput:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def last_length(sequence: Sequence) -> int:
-    return sequence.request.max_tokens
+    return sequence.max_tokens
 
 
 def steps_until_change(scheduler: "Scheduler", *, ends_at: Callable[[Sequence], int] = last_length) -> int:

@@ -22,6 +22,8 @@ class Sequence:
     sample_index: int
     token_ids: list[int]
     num_prompt: int
+    max_tokens: int
+    """length at which it ends, prompt included"""
     num_computed: int = 0
     """leading tokens whose KV is in `blocks`"""
     blocks: list[int] = field(default_factory=list)
@@ -98,7 +100,7 @@ class Request:
     stop_ids: frozenset[int]
     """EOS ids (unless ignored) and the request's own stop ids"""
     max_tokens: int
-    """length at which a sequence ends, prompt included"""
+    """length at which its sequences end, prompt included"""
     priority: int = 0
     tag: Any = None
     """the caller's own; the engine never looks at it"""
@@ -112,7 +114,9 @@ class Request:
     noise_key: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
-        self.sequences = [Sequence(self, i, list(self.prompt), len(self.prompt)) for i in self.sample_indices]
+        self.sequences = [
+            Sequence(self, i, list(self.prompt), len(self.prompt), self.max_tokens) for i in self.sample_indices
+        ]
         self.waiting = deque(self.sequences)
         self.noise_key = prompt_noise_key(self.seed, self.prompt)
         if self.params.prompt_logprobs:

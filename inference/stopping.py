@@ -18,7 +18,7 @@ def finish_reason(sequence: Sequence) -> FinishReason | None:
         if text is not None:
             sequence.stop_text = text
             return "stop"
-    if len(sequence.token_ids) >= request.max_tokens:
+    if len(sequence.token_ids) >= sequence.max_tokens:
         return "length"
     return None
 
