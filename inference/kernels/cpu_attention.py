@@ -14,7 +14,7 @@ import numba
 import numpy as np
 
 from inference.kernels.cpu_math import FLAGS, exp, floats
-from inference.kernels.cpu_tile import LANES, WIDE, accumulate, prefetch
+from inference.kernels.cpu_tile import LANES, WIDE, accumulate
 
 TILE = 512  # keys whose scores are held at once
 _SCORES = LANES // WIDE  # vectors of scores computed at once
@@ -93,13 +93,11 @@ def attend(  # type: ignore[no-untyped-def]
     for start in range(begin // block_size, last, tile):
         stop = min(start + tile, last)
         for b in range(start, stop):
-            # Blocks lie anywhere, so nothing but this foresees the next.
-            prefetch(values + block_step * blocks_W[b], num_kv * head_bytes)
-            if b + 1 < last:
-                prefetch(keys + block_step * blocks_W[b + 1], num_kv * head_bytes)
-            _score_block(
-                q_HD, keys + block_step * blocks_W[b], num_kv, block_size, scores_HP, (b - start) * block_size, keys_DS
-            )
+            # Blocks lie anywhere, so nothing but this foresees what comes next.
+            key, value = keys + block_step * blocks_W[b], values + block_step * blocks_W[b]
+            following = keys + block_step * blocks_W[min(b + 1, last - 1)]
+            at = (b - start) * block_size
+            _score_block(q_HD, key, following, value, num_kv, block_size, scores_HP, at, keys_DS)
         origin = start * block_size
         low, high = max(begin, origin) - origin, min(end, stop * block_size) - origin
         for h in range(heads):
@@ -119,21 +117,24 @@ def attend(  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True, nogil=True)
-def _score_block(q_HD, keys, num_kv, block_size, scores_HP, at, keys_DS):  # type: ignore[no-untyped-def]
+def _score_block(q_HD, keys, following, values, num_kv, block_size, scores_HP, at, keys_DS):  # type: ignore[no-untyped-def]
+    """Scores of a block's keys, while its values and the keys of the `following` block are fetched."""
     heads, head_dim = q_HD.shape
     group, width = heads // num_kv, scores_HP.shape[1]
     for k in range(num_kv):
         q, out = q_HD[k * group :].ctypes.data, scores_HP[k * group :, at:].ctypes.data
-        key = keys + 4 * k * block_size * head_dim
+        skip = 4 * k * block_size * head_dim
+        key = keys + skip
         whole = block_size // LANES * LANES
         for s in range(0, whole, LANES):
-            _products(q, head_dim, head_dim, key + 4 * s, block_size, out + 4 * s, width, group)
+            wanted = (following + skip + 4 * s * head_dim, values + skip + 4 * s * head_dim)
+            _products(q, head_dim, head_dim, key + 4 * s, block_size, out + 4 * s, width, wanted, group)
         if whole < block_size:
             rest = floats(key, block_size * head_dim)
             for d in range(head_dim):
                 for s in range(whole, block_size):
                     keys_DS[d, s - whole] = rest[d * block_size + s]
-            _products(q, head_dim, head_dim, keys_DS.ctypes.data, LANES, out + 4 * whole, width, group)
+            _products(q, head_dim, head_dim, keys_DS.ctypes.data, LANES, out + 4 * whole, width, (key, key), group)
 
 
 @numba.njit(cache=True, nogil=True, fastmath=FLAGS)
@@ -159,16 +160,16 @@ def _weigh(x, scale, highest_H, total_H, h, out_HD):  # type: ignore[no-untyped-
 
 
 @numba.njit(cache=True, nogil=True)
-def _products(w, w_step, count, x, x_step, out, out_step, rows):  # type: ignore[no-untyped-def]
+def _products(w, w_step, count, x, x_step, out, out_step, wanted, rows):  # type: ignore[no-untyped-def]
     while rows >= 4:
-        accumulate(w, w_step, count, x, x_step, out, out_step, 4, _SCORES, WIDE, 0)
+        accumulate(w, w_step, count, x, x_step, out, out_step, wanted, 4, _SCORES, WIDE, 0)
         w, out, rows = w + 16 * w_step, out + 16 * out_step, rows - 4
     if rows == 3:
-        accumulate(w, w_step, count, x, x_step, out, out_step, 3, _SCORES, WIDE, 0)
+        accumulate(w, w_step, count, x, x_step, out, out_step, wanted, 3, _SCORES, WIDE, 0)
     elif rows == 2:
-        accumulate(w, w_step, count, x, x_step, out, out_step, 2, _SCORES, WIDE, 0)
+        accumulate(w, w_step, count, x, x_step, out, out_step, wanted, 2, _SCORES, WIDE, 0)
     elif rows == 1:
-        accumulate(w, w_step, count, x, x_step, out, out_step, 1, _SCORES, WIDE, 0)
+        accumulate(w, w_step, count, x, x_step, out, out_step, wanted, 1, _SCORES, WIDE, 0)
 
 
 @numba.njit(cache=True, nogil=True)
@@ -190,6 +191,7 @@ def _add_values(w, w_step, count, x, head_dim, out, rows):  # type: ignore[no-un
                     head_dim,
                     out + 4 * (r * head_dim + at),
                     0,
+                    (),
                     1,
                     1,
                     8,
@@ -202,8 +204,8 @@ def _add_values(w, w_step, count, x, head_dim, out, rows):  # type: ignore[no-un
 @numba.njit(cache=True, nogil=True)
 def _value_block(w, w_step, count, x, x_step, out, rows):  # type: ignore[no-untyped-def]
     if rows == 3:
-        accumulate(w, w_step, count, x, x_step, out, x_step, 3, 4, WIDE, 1)
+        accumulate(w, w_step, count, x, x_step, out, x_step, (), 3, 4, WIDE, 1)
     elif rows == 2:
-        accumulate(w, w_step, count, x, x_step, out, x_step, 2, 4, WIDE, 1)
+        accumulate(w, w_step, count, x, x_step, out, x_step, (), 2, 4, WIDE, 1)
     else:
-        accumulate(w, w_step, count, x, x_step, out, x_step, 1, 4, WIDE, 1)
+        accumulate(w, w_step, count, x, x_step, out, x_step, (), 1, 4, WIDE, 1)

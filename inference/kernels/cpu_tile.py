@@ -64,7 +64,7 @@ def product(  # type: ignore[no-untyped-def]
                 (block, weight_step, count),
                 (tokens, token_step, token_panel),
                 (_offset(builder, out, builder.mul(first, out_step)), out_step, out_panel),
-                following=following,
+                wanted=[(following, _int(shape[0]))],
             )
         return _context.get_dummy_value()
 
@@ -73,15 +73,19 @@ def product(  # type: ignore[no-untyped-def]
 
 @intrinsic(prefer_literal=True)
 def accumulate(  # type: ignore[no-untyped-def]
-    typing_context, weights, weight_step, count, tokens, token_step, out, out_step, rows, vectors, lanes, resume
+    typing_context, weights, weight_step, count, tokens, token_step, out, out_step, wanted, rows, vectors, lanes, resume
 ):
-    """One block over adjacent vectors; with `resume` 1 its sums go on from what `out` holds."""
+    """One block over adjacent vectors; with `resume` 1 its sums go on from what `out` holds.
+
+    From each of the addresses `wanted` (a tuple), `count` cache lines are asked for meanwhile.
+    """
     shape = [t.literal_value for t in (rows, vectors, lanes)]
     resumes = bool(resume.literal_value)
-    signature = types.void(*[types.int64] * 7, rows, vectors, lanes, resume)
+    signature = types.void(*[types.int64] * 7, wanted, rows, vectors, lanes, resume)
 
     def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         weights, weight_step, count, tokens, token_step, out, out_step = args[:7]
+        lines = [(address, _int(16)) for address in cgutils.unpack_tuple(builder, args[7])]
         panel = _int(LANES)
         _tile(
             builder,
@@ -89,6 +93,7 @@ def accumulate(  # type: ignore[no-untyped-def]
             (weights, weight_step, count),
             (tokens, token_step, panel),
             (out, out_step, panel),
+            wanted=lines,
             resume=resumes,
         )
         return _context.get_dummy_value()
@@ -96,21 +101,17 @@ def accumulate(  # type: ignore[no-untyped-def]
     return signature, generate
 
 
-@intrinsic
-def prefetch(typing_context, address, size):  # type: ignore[no-untyped-def]
-    """Ask for `size` bytes."""
-
-    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        with cgutils.for_range(builder, builder.lshr(args[1], _int(6))) as loop:
-            _prefetch(builder, builder.add(args[0], builder.shl(loop.index, _int(6))))
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), generate
-
-
 def _tile(
-    builder: Any, shape: list[int], weights: Any, tokens: Any, out: Any, *, following: Any = None, resume: bool = False
+    builder: Any,
+    shape: list[int],
+    weights: Any,
+    tokens: Any,
+    out: Any,
+    *,
+    wanted: list[tuple[Any, Any]],
+    resume: bool = False,
 ) -> None:
+    """`wanted`: addresses to prefetch from, and how many floats further each next one is."""
     rows, vectors, lanes = shape
     vector = ir.VectorType(_F32, lanes)
     module = builder.module
@@ -133,8 +134,8 @@ def _tile(
     index = builder.phi(_I64)
     index.add_incoming(_int(0), entry)
     sums = [[builder.phi(vector) for _ in range(vectors)] for _ in range(rows)]
-    if following is not None:
-        _prefetch(builder, _offset(builder, following, builder.mul(index, _int(rows))))
+    for address, step in wanted:
+        _prefetch(builder, _offset(builder, address, builder.mul(index, step)))
     at = builder.mul(index, tokens[1])
     xs = [builder.load(builder.bitcast(builder.gep(p, [at]), vector.as_pointer()), align=4) for p in token_vectors]
     results = []

@@ -7,7 +7,6 @@ update in place reaches the fused matrix.
 Suffixes: T tokens, M hidden size, R wanted rows, V vocabulary.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +14,7 @@ import torch.nn.functional as F
 
 from inference.kernels.cpu_team import Team
 from inference.model.architecture import Architecture
+from inference.model.arena import Arena
 from inference.model.attention import AttentionInput, attend
 from inference.model.compiled_decoder import CompiledDecoder, can_compile
 from inference.model.kv_pools import KVPools
@@ -54,6 +54,7 @@ class Decoder:
         self.dtype = dtype
         self.device = device
         self.tensors: dict[str, torch.Tensor] = {}
+        self._arena = Arena(dtype=dtype, device=device)
         self._rope_tables: dict[Rope, torch.Tensor] = {}
         self.embedding = self._tensor("model.embed_tokens.weight", arch.vocab_size, arch.hidden_size)
         self.layers = [self._layer(index, max_model_len) for index in range(len(arch.layers))]
@@ -149,7 +150,7 @@ class Decoder:
         return self._rope_tables[rope]
 
     def _tensor(self, name: str, *shape: int) -> torch.Tensor:
-        tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
+        tensor = self._arena.tensor(*shape)
         self.tensors[name] = tensor
         return tensor
 
@@ -158,11 +159,8 @@ class Decoder:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """One matrix (and bias) for all `parts`, each named as a view of its rows."""
         sizes = [size for _, size in parts]
-        empty: Callable[..., torch.Tensor] = lambda *shape: torch.empty(  # noqa: E731
-            shape, dtype=self.dtype, device=self.device
-        )
-        weight = empty(sum(sizes), in_features)
-        bias_tensor = empty(sum(sizes)) if bias else None
+        weight = self._arena.tensor(sum(sizes), in_features)
+        bias_tensor = self._arena.tensor(sum(sizes)) if bias else None
         for kind, whole in (("weight", weight), ("bias", bias_tensor)):
             if whole is not None:
                 for (name, _), view in zip(parts, whole.split(sizes), strict=True):
