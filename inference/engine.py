@@ -146,7 +146,7 @@ class Engine:
                 sequence.max_tokens = min(len(prompt) + length, request.max_tokens)
         if params.stop:
             for sequence in request.sequences:
-                sequence.stop_matcher = StopMatcher(params.stop, self.tokenizer)
+                sequence.stop_matcher = StopMatcher(params.stop, self.tokenizer, num_prompt=len(prompt))
         self.requests[request_id] = request
         self.scheduler.add(request)
         return request

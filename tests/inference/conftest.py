@@ -1,5 +1,7 @@
 """A tiny OLMo 2 model with random weights and a character tokenizer, and a scheduler that is driven without a model."""
 
+import json
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -47,6 +49,24 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     tokenizer.decoder = decoders.Fuse()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(folder)
     return str(folder)
+
+
+@pytest.fixture
+def copy_of(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """The model folder again, with other contents of its JSON files; None leaves the file out."""
+
+    def copy(**changes: dict[str, object] | None) -> str:
+        folder = tmp_path_factory.mktemp("copy")
+        shutil.copytree(model_folder, folder, dirs_exist_ok=True)
+        for name, change in changes.items():
+            path = folder / f"{name}.json"
+            known = json.loads(path.read_text()) if path.is_file() else {}
+            path.unlink(missing_ok=True)
+            if change is not None:
+                path.write_text(json.dumps(known | change))
+        return str(folder)
+
+    return copy
 
 
 class Policy:
