@@ -128,9 +128,13 @@ def test_nan_logits_end_their_request_alone(model_folder: str) -> None:
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 7)), max_size=5), st.sampled_from([28, 40, 80]))
-def test_abort_at_any_moment(model_folder: str, aborts: list[tuple[int, int]], pool: int) -> None:
-    llm = LLM(model_folder, kv_cache_tokens=pool, block_size=4, max_tokens_per_step=16)
+@given(
+    st.lists(st.tuples(st.integers(0, 12), st.integers(0, 7)), max_size=5),
+    st.sampled_from([28, 40, 80]),
+    st.sampled_from(["continuous", "static"]),
+)
+def test_abort_at_any_moment(model_folder: str, aborts: list[tuple[int, int]], pool: int, batching: str) -> None:
+    llm = LLM(model_folder, kv_cache_tokens=pool, block_size=4, max_tokens_per_step=16, batching=batching)
     params = SamplingParams(n=2, seed=2, max_tokens=9, ignore_eos=True)
     prompts = [PROMPTS[i % 4][:9] for i in range(8)]
     expected = tokens(LLM(model_folder).generate(prompts, params))
