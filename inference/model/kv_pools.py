@@ -28,13 +28,21 @@ class KVPools:
     ) -> None:
         """`num_window_blocks` None: sliding layers use the blocks of the others."""
         slides = [layer.window is not None and num_window_blocks is not None for layer in arch.layers]
-        self._pools: dict[bool, KVPool] = {}
-        for kind, count in ((False, num_blocks), (True, num_window_blocks or 0)):
-            layers = tuple(layer for layer, slide in zip(arch.layers, slides, strict=True) if slide == kind)
-            if layers:
-                shape = replace(arch, layers=layers)
-                self._pools[kind] = KVPool(shape, count, block_size=block_size, dtype=dtype, device=device)
-        self._layers = [self._pools[kind].layer(slides[:index].count(kind)) for index, kind in enumerate(slides)]
+        self.full, self.windowed = (
+            KVPool(
+                replace(arch, layers=tuple(layer for layer, s in zip(arch.layers, slides, strict=True) if s == kind)),
+                count,
+                block_size=block_size,
+                dtype=dtype,
+                device=device,
+            )
+            for kind, count in ((False, num_blocks), (True, num_window_blocks or 0))
+        )
+        self._layers = [
+            (self.windowed if slide else self.full).layer(slides[:index].count(slide))
+            for index, slide in enumerate(slides)
+        ]
+
         self.block_size = block_size
         self.block_step = 2 * arch.num_kv_heads * block_size * arch.head_dim * dtype.itemsize
         """bytes from a block of a layer to the next"""
@@ -45,10 +53,11 @@ class KVPools:
         return self._layers[index]
 
     def copy_blocks(self, copies: Copies, window_copies: Copies) -> None:
-        for kind, wanted in ((False, copies), (True, window_copies)):
-            if wanted and kind in self._pools:
-                self._pools[kind].copy_blocks(wanted)
+        if copies:
+            self.full.copy_blocks(copies)
+        if window_copies:
+            self.windowed.copy_blocks(window_copies)
 
     @property
     def num_bytes(self) -> int:
-        return sum(keys.nbytes + values.nbytes for keys, values in self._layers)
+        return self.full.data_LB2KX.nbytes + self.windowed.data_LB2KX.nbytes

@@ -196,7 +196,7 @@ def test_broadcast_into_a_live_engine(worker: InferenceWorker, sender: Any, mode
     assert len(plan_buckets(worker.info().tensors, bucket_bytes=BUCKET_BYTES).buckets) > 3
     join(worker, sender, epoch=0, port=port)
     long = SamplingParams(n=32, seed=1, max_tokens=110, ignore_eos=True)
-    worker.submit([request(number, long) for number in range(4)])
+    worker.submit([request(number, long) for number in range(100)])  # more than can be done before the updates are
     reports = []
     for version in range(3):
         update = new_weights(worker, version)
@@ -206,8 +206,9 @@ def test_broadcast_into_a_live_engine(worker: InferenceWorker, sender: Any, mode
         reports.append(worker.commit_weights(version, checksums))
         assert reports[-1].checksum == worker.weights_checksum() == combine_checksums(checksums, worker.info().tensors)
         assert 0 < reports[-1].stall_seconds < 5 and reports[-1].receive_seconds > 0
-    samples = collect(worker, 128)
-    assert len(samples) == 128
+    worker.abort([str(number) for number in range(100)])
+    samples = collect(worker, 3200)
+    assert len(samples) == 3200
     versions = {version for sample in samples for version, _, _ in sample.version_spans}
     assert len(versions) > 1 and any(len(sample.version_spans) > 1 for sample in samples), "updates met live requests"
     for sample in samples:
@@ -216,7 +217,7 @@ def test_broadcast_into_a_live_engine(worker: InferenceWorker, sender: Any, mode
         assert [v for v, _, _ in sample.version_spans] == sorted({v for v, _, _ in sample.version_spans})
     cold = LLM(model_folder)
     cold.update_weights(((name, torch.from_numpy(array)) for name, array in update.items()), version=1)
-    worker.submit([request(9)])
+    worker.submit([request(100)])
     wanted = cold.generate([[1, 10, 2, 11]], LONG)[0].samples
     for sample in collect(worker, 4):
         assert sample.token_ids.tolist() == wanted[sample.sample_index].token_ids
