@@ -165,6 +165,7 @@ class EngineConfig:
     prefix_caching: bool = True
     batching: Literal["continuous", "static"] = "continuous"
     quantization: str | None = None
+    """None is all that this engine offers, here and below; another value is refused by name"""
     speculative: str | None = None
     kernels: Kernels = "auto"
     """"torch" keeps to the definitions in torch where compiled kernels would be faster"""

@@ -74,14 +74,18 @@ def test_info(worker: InferenceWorker) -> None:
     assert "model.layers.1.self_attn.k_proj.weight" in {spec.name for spec in info.tensors}
 
 
-def test_pause_stops_steps_and_keeps_requests(worker: InferenceWorker) -> None:
+def test_pause_stops_steps_and_keeps_requests(worker: InferenceWorker, model_folder: str) -> None:
     worker.submit([request(0)])
     worker.pause()
     steps = worker.drain(0.0).stats["steps"]
     assert not worker.wait_idle(0.05)
     assert worker.drain(0.0).stats["steps"] == steps
     worker.resume()
-    assert worker.wait_idle(30) and len(collect(worker, 4)) == 4
+    samples = collect(worker, 4)
+    assert worker.wait_idle(30) and len(samples) == 4
+    never_paused = LLM(model_folder).generate([[1, 10, 2, 11]], LONG)[0].samples
+    for sample in samples:
+        assert sample.token_ids.tolist() == never_paused[sample.sample_index].token_ids
 
 
 def test_abort_hands_back_what_there_is(worker: InferenceWorker) -> None:
