@@ -7,11 +7,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from inference.explain import explain_sampling
     from inference.llm import LLM
     from olmorl.contract.generation import SamplingParams
 
-_PUBLIC = {"LLM": "inference.llm", "SamplingParams": "olmorl.contract.generation"}
-__all__ = ["LLM", "SamplingParams"]
+_PUBLIC = {
+    "LLM": "inference.llm",
+    "SamplingParams": "olmorl.contract.generation",
+    "explain_sampling": "inference.explain",
+}
+__all__ = ["LLM", "SamplingParams", "explain_sampling"]
 
 
 def __getattr__(name: str) -> Any:

@@ -21,17 +21,25 @@ class BlockAllocator:
     def num_free(self) -> int:
         return len(self._free)
 
-    def allocate(self) -> int | None:
-        """A block for one holder, or None when every block is held."""
-        if not self._free:
-            return None
-        block, _ = self._free.popitem(last=False)
-        if block in self._cached:
-            self._cached.discard(block)
-            if self._on_reuse is not None:
-                self._on_reuse(block)
-        self.ref_counts[block] = 1
-        return block
+    def allocate(self, count: int) -> list[int]:
+        """That many blocks, each with one holder. The caller has looked at `num_free`."""
+        blocks = []
+        for _ in range(count):
+            block, _ = self._free.popitem(last=False)
+            if block in self._cached:
+                self._cached.discard(block)
+                if self._on_reuse is not None:
+                    self._on_reuse(block)
+            self.ref_counts[block] = 1
+            blocks.append(block)
+        return blocks
+
+    def replace(self, block: int, copies: list[tuple[int, int]]) -> int:
+        """A block of one's own instead of a shared one; the copy to be made is added to `copies`."""
+        (own,) = self.allocate(1)
+        copies.append((block, own))
+        self.release((block,))
+        return own
 
     def acquire(self, blocks: Iterable[int]) -> None:
         """One more holder for each block, also for free ones whose content is still wanted."""

@@ -32,26 +32,35 @@ class Engine:
     def __init__(self, config: EngineConfig, *, initial_version: int = 0) -> None:
         _check_config(config)
         self.config = config
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
         self.folder: Path = resolve_folder(config.model)
         self.decoder = load_decoder(
-            self.folder, dtype=config.dtype, device=config.device, max_model_len=config.max_model_len
+            self.folder,
+            dtype=config.dtype,
+            device=config.device,
+            max_model_len=config.max_model_len,
+            kernels=config.kernels,
         )
+        if config.deterministic and self.decoder.compiled is None:
+            raise ConfigError(
+                "deterministic needs the compiled kernels: float32 on a CPU, heads of a multiple of 8, kernels 'auto'; "
+                f"this is {config.dtype} on {config.device} with kernels = {config.kernels!r}"
+            )
         self.max_model_len = config.max_model_len or self.decoder.arch.max_positions
         self.vocab_size = self.decoder.arch.vocab_size
         self.eos_ids = eos_token_ids(self.folder)
         self.tokenizer = Tokenizer(self.folder)
         self.version = initial_version
-        num_blocks = -(-config.kv_cache_tokens // config.block_size)
-        self.runner = Runner(self.decoder, num_blocks=num_blocks, block_size=config.block_size)
-        self.scheduler = Scheduler(
-            num_blocks,
+        self.scheduler = self._new_scheduler()
+        self.runner = Runner(
+            self.decoder,
+            num_blocks=self.scheduler.allocator.num_blocks,
             block_size=config.block_size,
-            max_num_seqs=config.max_num_seqs,
-            max_tokens_per_step=config.max_tokens_per_step,
-            prefix_caching=config.prefix_caching,
+            num_window_blocks=self.scheduler.num_window_blocks,
         )
-        self.scheduler.cache.version = initial_version
-        self.table = BlockTable(config.max_num_seqs, block_size=config.block_size)
+        windowed = self.scheduler.num_window_blocks is not None
+        self.table = BlockTable(config.max_num_seqs, block_size=config.block_size, windowed=windowed)
         self.sampling = SamplingTable(config.max_num_seqs)
         self.requests: dict[str, Request] = {}
         self.num_arrived = 0
@@ -61,6 +70,22 @@ class Engine:
             num_parameters=self.decoder.num_parameters,
             element_size=self.decoder.embedding.element_size(),
         )
+
+    def _new_scheduler(self) -> Scheduler:
+        config = self.config
+        # The widest window decides for all sliding layers; one that nothing outgrows is no window.
+        window = max((layer.window or 0 for layer in self.decoder.arch.layers), default=0)
+        scheduler = Scheduler(
+            -(-config.kv_cache_tokens // config.block_size),
+            block_size=config.block_size,
+            max_num_seqs=config.max_num_seqs,
+            max_tokens_per_step=config.max_tokens_per_step,
+            prefix_caching=config.prefix_caching,
+            static=config.batching == "static",
+            window=window if 0 < window < self.max_model_len else None,
+        )
+        scheduler.cache.version = self.version
+        return scheduler
 
     # Requests
 
@@ -91,9 +116,11 @@ class Engine:
         params: SamplingParams,
         *,
         sample_indices: tuple[int, ...] | None = None,
+        lengths: Items[int] | None = None,
         priority: int = 0,
         tag: Any = None,
     ) -> Request:
+        """`lengths` gives each sample a max_tokens of its own, as a replay of recorded rollouts needs."""
         if request_id in self.requests:
             raise ValueError(f"request {request_id!r} is already running")
         self.check(prompt, params)
@@ -114,9 +141,12 @@ class Engine:
             priority=priority,
             tag=tag,
         )
+        if lengths is not None:
+            for sequence, length in zip(request.sequences, lengths, strict=True):
+                sequence.max_tokens = min(len(prompt) + length, request.max_tokens)
         if params.stop:
             for sequence in request.sequences:
-                sequence.stop_matcher = StopMatcher(params.stop, self.tokenizer)
+                sequence.stop_matcher = StopMatcher(params.stop, self.tokenizer, num_prompt=len(prompt))
         self.requests[request_id] = request
         self.scheduler.add(request)
         return request
@@ -145,10 +175,10 @@ class Engine:
         started = time.perf_counter()
         plan = self.scheduler.schedule()
         finished = self._give_up(plan)
-        self.table.update(plan.grown)
+        self.table.update(entered=plan.entered, grown=plan.grown)
         for sequence in plan.entered:
             self.sampling.set(sequence)
-        self.runner.copy_blocks(plan.copies)
+        self.runner.copy_blocks(plan.copies, plan.window_copies)
         if plan.chunks or plan.starts:
             finished += self._compute(plan)
         self._retire(finished)
@@ -176,8 +206,7 @@ class Engine:
                 self._record_prompt_logprobs(plan, hidden)
         drawing, logits = self._logits(plan, hidden)
         for sequence, count in plan.chunks:
-            sequence.num_computed += count
-            self.scheduler.publish(sequence)
+            self.scheduler.computed(sequence, count)
         return self._draw(drawing, logits) if drawing else []
 
     def _logits(self, plan: StepPlan, hidden: torch.Tensor | None) -> tuple[list[Sequence], torch.Tensor]:
@@ -190,25 +219,18 @@ class Engine:
             if sequence.num_computed + count == len(sequence.token_ids):
                 drawing.append(sequence)
                 last_tokens.append(end - 1)
-        logits = torch.empty(0)
-        if hidden is not None and drawing:
-            logits = self.runner.logits(hidden, np.array(last_tokens, np.int64))
-        if not plan.starts and not any(s.request.shared_prompt for s in drawing if not s.logprobs):
-            return drawing, logits
-        row_of = {id(sequence): row for row, sequence in enumerate(drawing)}
-        for sequence in drawing:
-            prompt = sequence.request.shared_prompt
-            if prompt is not None and prompt.logits is None and prompt.leader is sequence:
-                prompt.logits = logits[row_of[id(sequence)]].clone()
-        rows: list[torch.Tensor] = []
-        for sequence, prompt in plan.starts:
-            rows.append(logits[row_of[id(prompt.leader)]] if prompt.logits is None else prompt.logits)
-            drawing.append(sequence)
-        parts = ([logits] if len(row_of) else []) + ([torch.stack(rows)] if rows else [])
-        return drawing, torch.cat(parts)
+        if not drawing and not plan.starts:
+            return drawing, torch.empty(0)
+        prompts = [prompt for _, prompt in plan.starts]
+        prompts += [s.request.shared_prompt for s in drawing if s.request.shared_prompt is not None]
+        for prompt in prompts:
+            if prompt.hidden is None and hidden is not None and prompt.leader in drawing:
+                prompt.hidden = hidden[last_tokens[drawing.index(prompt.leader)]]
+        kept = [prompt.hidden for _, prompt in plan.starts]
+        return drawing + [sequence for sequence, _ in plan.starts], self.runner.logits(hidden, last_tokens, kept)
 
     def _draw(self, drawing: list[Sequence], logits: torch.Tensor) -> list[Sequence]:
-        sampled = sample(logits, self.sampling.batch(drawing))
+        sampled = sample(logits, self.sampling.batch(drawing), self.decoder.team)
         broken = sampled.broken_R
         any_broken = bool(broken.any())
         now = time.time()
@@ -271,10 +293,9 @@ class Engine:
 
     def _count(self, plan: StepPlan) -> None:
         totals = self.clock.totals
-        running = len(self.scheduler.running)
         totals.steps += 1
-        totals.live_batch_sum += running
-        totals.slot_steps += self.config.max_num_seqs if self.scheduler.waiting else running
+        totals.live_batch_sum += len(self.scheduler.running)
+        totals.slot_steps += self.scheduler.slots_held
         totals.slot_steps_used += len(plan.chunks) + len(plan.starts)
         totals.prefill_tokens_shared += plan.num_shared_tokens
         totals.preemptions += plan.num_preempted
@@ -344,10 +365,20 @@ class Engine:
 
 
 def _check_config(config: EngineConfig) -> None:
-    for name in ("max_num_seqs", "kv_cache_tokens", "block_size", "max_tokens_per_step"):
-        if getattr(config, name) < 1:
-            raise ConfigError(f"{name} is {getattr(config, name)}; it must be >= 1")
-    if config.max_model_len is not None and config.max_model_len < 2:
-        raise ConfigError(f"max_model_len is {config.max_model_len}; it must be >= 2")
-    if config.batching != "continuous":
-        raise ConfigError(f"batching is {config.batching!r}; this engine offers 'continuous'")
+    for name in ("max_num_seqs", "kv_cache_tokens", "block_size", "max_tokens_per_step", "max_model_len"):
+        value, least = getattr(config, name), 2 if name == "max_model_len" else 1
+        if value is None and name == "max_model_len":
+            continue
+        if not isinstance(value, int) or value < least:
+            raise ConfigError(f"{name} is {value!r}; it must be an integer >= {least}")
+    if config.batching not in ("continuous", "static"):
+        raise ConfigError(f"batching is {config.batching!r}; it must be 'continuous' or 'static'")
+    for name in ("quantization", "speculative"):
+        if getattr(config, name) is not None:
+            raise ConfigError(f"{name} is {getattr(config, name)!r}; this engine offers None alone")
+    try:
+        device = torch.device(config.device)
+    except RuntimeError:
+        raise ConfigError(f"device is {config.device!r}; it must be 'cpu' or 'cuda'") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device is 'cuda', but this machine or this build of torch has none")

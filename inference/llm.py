@@ -2,16 +2,21 @@
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from functools import cached_property
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
+from inference.device_peaks import device_peaks
 from inference.engine import Engine, KvPolicy
 from inference.request import Request, Sequence
 from inference.stopping import output_text
 from inference.tokenizer import Tokenizer
+from olmorl.contract.errors import ConfigError
 from olmorl.contract.generation import EngineConfig, FinishReason, KvEvent, SamplingParams, VersionSpan
 
 Prompt = str | Items[int] | np.ndarray
@@ -60,34 +65,37 @@ class RequestOutput:
 
 
 class LLM:
-    """An engine in this process. `step` drives it; `generate` does so until its own requests are done."""
+    """An engine in this process. `step` drives it; `generate` does so until its own requests are done.
 
-    def __init__(
-        self,
-        model: str,
-        *,
-        dtype: str = "float32",
-        device: str = "cpu",
-        max_num_seqs: int = 64,
-        kv_cache_tokens: int = 65536,
-        block_size: int = 16,
-        max_tokens_per_step: int = 2048,
-        max_model_len: int | None = None,
-        prefix_caching: bool = True,
-        seed: int = 0,
-    ) -> None:
-        config = EngineConfig(
-            model=str(model),
-            dtype=dtype,
-            device=device,
-            max_num_seqs=max_num_seqs,
-            kv_cache_tokens=kv_cache_tokens,
-            block_size=block_size,
-            max_tokens_per_step=max_tokens_per_step,
-            max_model_len=max_model_len,
-            prefix_caching=prefix_caching,
-            seed=seed,
-        )
+    Options are the fields of `EngineConfig`, by keyword. A model is a Hugging Face folder or a hub id.
+
+    >>> llm = LLM(model, max_num_seqs=8, kv_cache_tokens=4096)
+    >>> params = SamplingParams(n=2, max_tokens=5, seed=1, ignore_eos=True)
+    >>> outs = llm.generate([[1, 10, 2, 11], "3+4="], params)
+    >>> [len(sample.token_ids) for sample in outs[0].samples], outs[1].samples[0].finish_reason
+    ([5, 5], 'length')
+    >>> outs[0].samples[0].version_spans
+    [(0, 0, 5)]
+
+    Requests may join and leave between two steps, and so may weights:
+
+    >>> request_id = llm.add_request([1, 10, 2, 11], SamplingParams(max_tokens=4, ignore_eos=True))
+    >>> llm.step()
+    []
+    >>> llm.update_weights([(name, tensor.clone()) for name, tensor in llm.engine.decoder.tensors.items()], version=7)
+    >>> finished = []
+    >>> while llm.has_unfinished():
+    ...     finished += llm.step()
+    >>> finished[0].request_id == request_id, finished[0].samples[0].version_spans
+    (True, [(0, 0, 1), (7, 1, 4)])
+    >>> llm.abort(request_id)
+    False
+    >>> llm.stats()["output_tokens"]
+    24.0
+    """
+
+    def __init__(self, model: str | Path, **options: Any) -> None:
+        config = EngineConfig(model=str(model), **_checked(options))
         self.engine = Engine(config)
         self._num_requests = 0
         self._aborted: list[RequestOutput] = []
@@ -96,18 +104,12 @@ class LLM:
         self, prompts: Items[Prompt], params: SamplingParams | Items[SamplingParams] | None = None
     ) -> list[RequestOutput]:
         """In the order of `prompts`. Refuses the whole call, before anything starts, if one prompt is bad."""
-        if isinstance(prompts, str):
-            raise ValueError("prompts is a single string; give a list of prompts")
-        if params is None or isinstance(params, SamplingParams):
-            each = [params or SamplingParams()] * len(prompts)
-        else:
-            each = list(params)
-        if len(each) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts but {len(each)} sampling parameters; give one, or one for each")
-        ids = [self._token_ids(prompt) for prompt in prompts]
-        for index, (prompt, one) in enumerate(zip(ids, each, strict=True)):
+        each = _one_for_each(prompts, params)
+        ids: list[list[int]] = []
+        for index, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
             try:
-                self.engine.check(prompt, one)
+                ids.append(self._token_ids(prompt))
+                self.engine.check(ids[-1], one)
             except ValueError as error:
                 raise ValueError(f"prompt {index}: {error}") from None
         wanted = [self._add(prompt, one) for prompt, one in zip(ids, each, strict=True)]
@@ -120,8 +122,16 @@ class LLM:
         self._aborted.extend(done.values())  # requests of add_request that finished meanwhile
         return outputs
 
-    def add_request(self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0) -> str:
-        return self._add(self._token_ids(prompt), params or SamplingParams(), priority=priority)
+    def add_request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        lengths: Items[int] | None = None,
+        priority: int = 0,
+    ) -> str:
+        """`lengths` gives each of the `params.n` samples a max_tokens of its own."""
+        return self._add(self._token_ids(prompt), params or SamplingParams(), lengths=lengths, priority=priority)
 
     def step(self) -> list[RequestOutput]:
         """One engine step; the requests all of whose samples are finished now."""
@@ -157,14 +167,54 @@ class LLM:
     def _token_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             return self.engine.tokenizer.encode(prompt)
-        return [int(token) for token in prompt]
+        ids = np.asarray(prompt)
+        if ids.size and (ids.ndim != 1 or ids.dtype.kind not in "iu"):
+            raise ValueError(f"a prompt is text or a list of integer token ids, not {_shortened(prompt)}")
+        return [int(token) for token in ids]
 
-    def _add(self, prompt: list[int], params: SamplingParams, *, priority: int = 0) -> str:
+    def device_peaks(self) -> tuple[float, float, str]:
+        """(FLOP/s, bytes/s, where the figures come from) of what this engine runs on."""
+        return device_peaks(self.engine.decoder.device)
+
+    def _add(
+        self, prompt: list[int], params: SamplingParams, *, lengths: Items[int] | None = None, priority: int = 0
+    ) -> str:
         request_id = str(self._num_requests)
         self._num_requests += 1
-        self.engine.add(request_id, prompt, params, priority=priority)
+        self.engine.add(request_id, prompt, params, lengths=lengths, priority=priority)
         return request_id
 
     def _output(self, request: Request) -> RequestOutput:
         samples = [SampleOutput(sequence, self.engine.tokenizer) for sequence in request.sequences]
         return RequestOutput(request.request_id, request.prompt, samples, request.prompt_logprobs)
+
+
+def _checked(options: dict[str, Any]) -> dict[str, Any]:
+    known = [field.name for field in fields(EngineConfig) if field.name != "model"]
+    for name in options:
+        if name not in known:
+            close = get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"options are {', '.join(known)}"
+            raise ConfigError(f"LLM has no option {name!r}; {hint}")
+    return options
+
+
+def _one_for_each(
+    prompts: Items[Prompt], params: SamplingParams | Items[SamplingParams] | None
+) -> list[SamplingParams]:
+    if isinstance(prompts, str):
+        raise ValueError("prompts is a single string; give a list of prompts")
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * len(prompts)
+    each = list(params)
+    if len(each) != len(prompts):
+        raise ValueError(f"{len(prompts)} prompts but {len(each)} sampling parameters; give one, or one for each")
+    for one in each:
+        if not isinstance(one, SamplingParams):
+            raise ValueError(f"params holds {_shortened(one)}; give SamplingParams")
+    return each
+
+
+def _shortened(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -16,12 +16,7 @@ def token_logprobs(logits_RV: torch.Tensor, token_ids_R: torch.Tensor) -> torch.
     return logits_RV.gather(1, token_ids_R[:, None])[:, 0] - log_sum_exp(logits_RV)
 
 
-def top_logprobs(
-    logits_RV: torch.Tensor, lse_R: torch.Tensor, wanted: list[tuple[int, int]]
-) -> dict[int, list[tuple[int, float]]]:
-    """For each (row, k): the k likeliest ids with their logprobs, best first."""
-    top: dict[int, list[tuple[int, float]]] = {}
-    for row, k in wanted:
-        values, ids = logits_RV[row].topk(min(k, logits_RV.shape[1]))
-        top[row] = list(zip(ids.tolist(), (values - lse_R[row]).tolist(), strict=True))
-    return top
+def likeliest(logits_V: torch.Tensor, lse: float, k: int) -> list[tuple[int, float]]:
+    """The k likeliest ids with their logprobs, best first."""
+    values, ids = logits_V.topk(min(k, len(logits_V)))
+    return list(zip(ids.tolist(), (values - lse).tolist(), strict=True))

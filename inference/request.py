@@ -22,9 +22,15 @@ class Sequence:
     sample_index: int
     token_ids: list[int]
     num_prompt: int
+    max_tokens: int
+    """length at which it ends, prompt included"""
     num_computed: int = 0
     """leading tokens whose KV is in `blocks`"""
     blocks: list[int] = field(default_factory=list)
+    window_blocks: list[int] = field(default_factory=list)
+    """the same for layers with a sliding window, if the model has any; -1 where no later token looks"""
+    num_slid: int = 0
+    """leading entries of `window_blocks` that are -1"""
     num_shared: int = 0
     """leading blocks that another table may hold too; writing into one of them copies it first"""
     row: int = -1
@@ -76,10 +82,11 @@ class SharedPrompt:
     leader: Sequence
     """whoever computed it"""
     blocks: list[int]
+    window_blocks: list[int]
     kv_events: list[KvEvent]
     publishable: bool
-    logits: Any = None
-    """last-token logits, a tensor; None within the step that computes them"""
+    hidden: Any = None
+    """hidden state of the last token, a tensor; None until it is computed"""
 
 
 @dataclass(slots=True, eq=False)
@@ -93,7 +100,7 @@ class Request:
     stop_ids: frozenset[int]
     """EOS ids (unless ignored) and the request's own stop ids"""
     max_tokens: int
-    """length at which a sequence ends, prompt included"""
+    """length at which its sequences end, prompt included"""
     priority: int = 0
     tag: Any = None
     """the caller's own; the engine never looks at it"""
@@ -107,7 +114,9 @@ class Request:
     noise_key: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
-        self.sequences = [Sequence(self, i, list(self.prompt), len(self.prompt)) for i in self.sample_indices]
+        self.sequences = [
+            Sequence(self, i, list(self.prompt), len(self.prompt), self.max_tokens) for i in self.sample_indices
+        ]
         self.waiting = deque(self.sequences)
         self.noise_key = prompt_noise_key(self.seed, self.prompt)
         if self.params.prompt_logprobs:

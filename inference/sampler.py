@@ -13,9 +13,14 @@ import numpy as np
 import torch
 
 from inference import noise
-from inference.logprobs import log_sum_exp, top_logprobs
+from inference.kernels import cpu_sampler
+from inference.kernels.cpu_team import Team, new_signals
+from inference.kernels.cpu_tile import LANES
+from inference.logprobs import likeliest, log_sum_exp
 from inference.request import Sequence
 from olmorl.contract.generation import SamplingParams
+
+_DRAWS_PER_THREAD = 1 << 18  # logits; below them, one more thread costs more to wake than it looks through
 
 
 @dataclass(slots=True)
@@ -33,6 +38,29 @@ class SamplingBatch:
     """rows that must not draw some ids yet (min_tokens)"""
     num_top_R: list[tuple[int, int]] = field(default_factory=list)
     """rows that want this many likeliest tokens"""
+
+    @property
+    def truncated_R(self) -> np.ndarray:
+        return ((self.top_k_R > 0) | (self.top_p_R < 1) | (self.min_p_R > 0)) & (self.temperatures_R > 0)
+
+    def ruled_rows(self) -> np.ndarray:
+        """The rows that more than temperature applies to, ascending."""
+        ruled_R = self.truncated_R
+        ruled_R[[row for row, _ in self.penalized]] = True
+        ruled_R[[row for row, _ in self.masked]] = True
+        return np.flatnonzero(ruled_R)
+
+    def subset(self, rows_S: np.ndarray) -> "SamplingBatch":
+        place = {row: index for index, row in enumerate(rows_S.tolist())}
+        return SamplingBatch(
+            self.temperatures_R[rows_S],
+            self.top_k_R[rows_S],
+            self.top_p_R[rows_S],
+            self.min_p_R[rows_S],
+            self.words_R2[rows_S],
+            [(place[row], sequence) for row, sequence in self.penalized],
+            [(place[row], ids) for row, ids in self.masked],
+        )
 
 
 @dataclass(slots=True)
@@ -87,12 +115,75 @@ class SamplingTable:
         return batch
 
 
+def _scales(batch: SamplingBatch) -> np.ndarray:
+    return np.where(batch.temperatures_R == 0, np.float32(1), batch.temperatures_R)
+
+
 def _has_penalty(params: SamplingParams) -> bool:
     return params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
 
 
-def sample(logits_RV: torch.Tensor, batch: SamplingBatch) -> Sampled:
-    """`logits_RV` is float32 and left as it is."""
+def sample(logits_RV: torch.Tensor, batch: SamplingBatch, team: Team | None = None) -> Sampled:
+    """`logits_RV` is float32 and left as it is. A team draws with compiled kernels."""
+    if team is None:
+        return sample_torch(logits_RV, batch)
+    drawn = draw_compiled(logits_RV, _scales(batch), batch.words_R2, batch.temperatures_R == 0, team)
+    rows_S = batch.ruled_rows()
+    final_SV = torch.empty(0)
+    if len(rows_S):
+        final_SV = process(logits_RV[torch.from_numpy(rows_S)], batch.subset(rows_S))
+        ones_S = np.ones(len(rows_S), np.float32)
+        ruled = draw_compiled(final_SV, ones_S, batch.words_R2[rows_S], batch.temperatures_R[rows_S] == 0, team)
+        drawn.token_ids_R[rows_S] = ruled.token_ids_R
+        drawn.lse_2R[0, rows_S] = ruled.lse_2R[0]
+        drawn.scores_2R[0, rows_S] = ruled.scores_2R[0]
+        drawn.scores_2R[1, rows_S] = logits_RV[torch.from_numpy(rows_S), torch.from_numpy(ruled.token_ids_R)].numpy()
+    final = {row: final_SV[index] for index, row in enumerate(rows_S.tolist())}
+    logprobs_2R = drawn.scores_2R - drawn.lse_2R
+    top = {}
+    for row, k in batch.num_top_R:
+        x_V = final.get(row)
+        x_V = logits_RV[row] / float(_scales(batch)[row]) if x_V is None else x_V
+        top[row] = likeliest(x_V, float(drawn.lse_2R[0, row]), k)
+    return Sampled(drawn.token_ids_R, logprobs_2R[0], logprobs_2R[1], ~np.isfinite(drawn.lse_2R).all(axis=0), top)
+
+
+def draw_compiled(
+    logits_RV: torch.Tensor, scales_R: np.ndarray, words_R2: np.ndarray, greedy_R: np.ndarray, team: Team
+) -> cpu_sampler.Draw:
+    """Draws from softmax(logits / scales), cut to the rows there are."""
+    rows, vocab_size = logits_RV.shape
+    panels, chunks = -(-rows // LANES), -(-vocab_size // cpu_sampler.CHUNK)
+    padded = panels * LANES
+    draw = cpu_sampler.Draw(
+        np.pad(scales_R, (0, padded - rows), constant_values=1),
+        np.pad(greedy_R, (0, padded - rows)),
+        np.pad(words_R2.astype(np.uint32).T, ((0, 0), (0, padded - rows))),
+        np.zeros(padded, np.int64),
+        np.zeros((2, padded), np.float32),
+        np.zeros((2, padded), np.float32),
+    )
+    parts = np.empty((panels, chunks, cpu_sampler.NUM_FIELDS, LANES), np.float32)
+    part_ids = np.empty((panels, chunks, LANES), np.int64)
+    threads = 1 + min(team.threads - 1, padded * vocab_size // _DRAWS_PER_THREAD)
+    team.run(cpu_sampler.draw, new_signals(1), _panels(logits_RV, padded), draw, parts, part_ids, threads=threads)
+    return cpu_sampler.Draw(*(array[..., :rows] for array in draw))
+
+
+def _panels(logits_RV: torch.Tensor, padded: int) -> np.ndarray:
+    """[V, R] with rows padded to whole panels: the memory itself where it is laid out so, else a copy."""
+    rows, vocab_size = logits_RV.shape
+    step = logits_RV.stride(1)
+    room = logits_RV.untyped_storage().nbytes() // 4 - logits_RV.storage_offset()
+    if logits_RV.stride(0) == 1 and step % LANES == 0 and step >= padded and room >= step * (vocab_size - 1) + padded:
+        return logits_RV.as_strided((vocab_size, padded), (step, 1)).numpy()
+    panels_VR = np.zeros((vocab_size, padded), np.float32)
+    panels_VR[:, :rows] = logits_RV.numpy().T
+    return panels_VR
+
+
+def sample_torch(logits_RV: torch.Tensor, batch: SamplingBatch) -> Sampled:
+    """The definition."""
     raw_lse_R = log_sum_exp(logits_RV)
     final_RV = process(logits_RV, batch)
     scores_RV = final_RV
@@ -114,14 +205,13 @@ def sample(logits_RV: torch.Tensor, batch: SamplingBatch) -> Sampled:
         logprobs_R.cpu().numpy(),
         raw_R.cpu().numpy(),
         ~(torch.isfinite(raw_lse_R) & torch.isfinite(lse_R)).cpu().numpy(),
-        top_logprobs(final_RV, lse_R, batch.num_top_R),
+        {row: likeliest(final_RV[row], float(lse_R[row]), k) for row, k in batch.num_top_R},
     )
 
 
 def process(logits_RV: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     """Logits of the distribution each row is drawn from; `logits_RV` itself when no row changes anything."""
-    scale_R = np.where(batch.temperatures_R == 0, np.float32(1), batch.temperatures_R)
-    truncated_R = ((batch.top_k_R > 0) | (batch.top_p_R < 1) | (batch.min_p_R > 0)) & (batch.temperatures_R > 0)
+    scale_R, truncated_R = _scales(batch), batch.truncated_R
     scaled, truncated = bool((scale_R != 1).any()), bool(truncated_R.any())
     if not (scaled or truncated or batch.penalized or batch.masked):
         return logits_RV

@@ -2,13 +2,18 @@
 
 There are no prefill and decode phases: every running sequence asks for `num_tokens - num_computed` tokens out of one
 budget, then waiting requests do. When blocks run out, the newest sequence gives its own back and is recomputed later.
-The prompt of a request is computed once; its other samples begin from the shared blocks. No torch here.
+The prompt of a request is computed once; its other samples begin from the shared blocks.
+
+Static batching is the same policy with one difference: the row of a finished sequence stays empty until the whole
+batch of `max_num_seqs` sequences is done. It is there to be compared with. No torch here.
 """
 
 from bisect import insort
 from dataclasses import dataclass, field
 
-from inference.prefix_cache import PrefixCache
+from inference import lookahead
+from inference.kv_blocks import KVBlocks, window_pool_blocks
+from inference.prefix_cache import Hit
 from inference.request import Request, Sequence, SharedPrompt
 
 
@@ -20,10 +25,12 @@ class StepPlan:
     """samples that draw their first token from a prompt somebody else computed"""
     copies: list[tuple[int, int]] = field(default_factory=list)
     """blocks to copy before anything is written: (from, to)"""
+    window_copies: list[tuple[int, int]] = field(default_factory=list)
+    """the same in the pool of the sliding layers"""
     entered: list[Sequence] = field(default_factory=list)
     """sequences that were given a row"""
     grown: list[Sequence] = field(default_factory=list)
-    """sequences whose block table changed"""
+    """sequences whose block table changed from the block of their next token on"""
     outgrown: list[Sequence] = field(default_factory=list)
     """sequences that need more than the whole pool; they can only be given up"""
     num_tokens: int = 0
@@ -34,24 +41,53 @@ class StepPlan:
 
 class Scheduler:
     def __init__(
-        self, num_blocks: int, *, block_size: int, max_num_seqs: int, max_tokens_per_step: int, prefix_caching: bool
+        self,
+        num_blocks: int,
+        *,
+        block_size: int,
+        max_num_seqs: int,
+        max_tokens_per_step: int,
+        prefix_caching: bool,
+        static: bool = False,
+        window: int | None = None,
     ) -> None:
+        """`window`: what sliding layers see, if the model has such layers."""
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
         self.max_tokens_per_step = max_tokens_per_step
         self.prefix_caching = prefix_caching
-        self.cache = PrefixCache(num_blocks, block_size=block_size)
-        self.allocator = self.cache.allocator
+        self.static = static
+        self.num_window_blocks: int | None = None
+        if window is not None:
+            self.num_window_blocks = window_pool_blocks(
+                window,
+                block_size=block_size,
+                num_blocks=num_blocks,
+                max_num_seqs=max_num_seqs,
+                max_tokens_per_step=max_tokens_per_step,
+            )
+        self.kv = KVBlocks(
+            num_blocks, block_size=block_size, window=window, num_window_blocks=self.num_window_blocks or 0
+        )
+        self.cache = self.kv.cache
+        self.allocator = self.kv.allocator
         self.running: list[Sequence] = []
         """best first: the last one is given up first"""
         self.waiting: list[Request] = []
         """best first; a request stays here while one of its samples waits"""
         self.num_admitted = 0
-        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self.free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self._spent_rows: list[int] = []
+        """rows of a static batch whose sequences are finished"""
 
     @property
     def has_work(self) -> bool:
         return bool(self.running or self.waiting)
+
+    @property
+    def slots_held(self) -> int:
+        """Slots that count in this step, used or not: all while work waits, else those of the batch."""
+        return self.max_num_seqs if self.waiting else self.max_num_seqs - len(self.free_rows)
 
     def add(self, request: Request) -> None:
         insort(self.waiting, request, key=_request_rank)
@@ -64,17 +100,30 @@ class Scheduler:
             if not self.running and self.waiting:  # nobody will give blocks back: prompts kept for later hold them
                 self._drop_shared_prompts()
                 self._admit_waiting(plan)
-                assert plan.chunks, "an idle engine must be able to admit the first request"
+                if not plan.chunks:  # preempted when it filled the pool, and has drawn one token more by then
+                    self._give_up_first(plan)
         return plan
+
+    def steps_until_change(self) -> int:
+        """How many of the next steps only decode one token of each sequence that runs now, as if by `lookahead`."""
+        return lookahead.steps_until_change(self)
+
+    def computed(self, sequence: Sequence, count: int) -> None:
+        """`count` more tokens of `sequence` have their KV in the pool."""
+        sequence.num_computed += count
+        full = sequence.num_computed // self.block_size
+        if self.prefix_caching and sequence.publishable and full > len(sequence.block_hashes):
+            self.cache.publish(sequence)
+        self.kv.slide(sequence)
 
     def finish(self, sequences: list[Sequence]) -> None:
         """These are done, or given up: their rows and blocks are free again."""
         for sequence in sequences:
             request = sequence.request
             if sequence.row >= 0:
-                self._free_rows.append(sequence.row)
+                (self._spent_rows if self.static else self.free_rows).append(sequence.row)
                 sequence.row = -1
-                self._release_blocks(sequence)
+                self.kv.release(sequence)
             else:
                 request.waiting.remove(sequence)
             if request.leader is sequence:
@@ -84,6 +133,9 @@ class Scheduler:
         self.running = [sequence for sequence in self.running if sequence.row >= 0]
         if any(not sequence.request.waiting for sequence in sequences):
             self.waiting = [request for request in self.waiting if request.waiting]
+        if not self.running:
+            self.free_rows += self._spent_rows
+            self._spent_rows = []
 
     def change_version(self, version: int, *, recompute: bool) -> None:
         """New weights are in place: kept blocks are of mixed versions from here on, or all are computed again."""
@@ -96,24 +148,16 @@ class Scheduler:
             sequence.publishable = False
             sequence.kv_events.append((sequence.num_computed, version, "swap"))
 
-    def publish(self, sequence: Sequence) -> None:
-        """Call when tokens were computed."""
-        full = sequence.num_computed // self.block_size
-        if self.prefix_caching and sequence.publishable and full > len(sequence.block_hashes):
-            self.cache.publish(sequence)
-
     # Running sequences
 
     def _continue_running(self, plan: StepPlan) -> None:
-        size = self.block_size
         budget = self.max_tokens_per_step
         index = 0
         while index < len(self.running) and budget:
             sequence = self.running[index]
             computed = sequence.num_computed
             count = min(len(sequence.token_ids) - computed, budget)
-            fits = computed + count <= len(sequence.blocks) * size and computed >= sequence.num_shared * size
-            if fits or self._grow(sequence, computed + count, plan):
+            if self.kv.fits(sequence, computed + count) or self._grow(sequence, computed + count, plan):
                 plan.chunks.append((sequence, count))
                 budget -= count
                 if sequence.request.leader is sequence:
@@ -123,47 +167,24 @@ class Scheduler:
 
     def _grow(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> bool:
         """Blocks to write up to `num_tokens`, preempting others if needed. False: `sequence` itself had to go."""
-        blocks = sequence.blocks
-        first = sequence.num_computed // self.block_size
-        if first < sequence.num_shared:
-            if self.allocator.ref_counts[blocks[first]] > 1:
-                copy = self._allocate_for(sequence, plan)
-                if copy is None:
-                    return False
-                if self.allocator.ref_counts[blocks[first]] > 1:  # making room may have removed the other holders
-                    plan.copies.append((blocks[first], copy))
-                    self.allocator.release((blocks[first],))
-                    blocks[first] = copy
-                else:
-                    self.allocator.release((copy,))
-            sequence.num_shared = first
-        while len(blocks) * self.block_size < num_tokens:
-            block = self._allocate_for(sequence, plan)
-            if block is None:
-                return False
-            blocks.append(block)
-        plan.grown.append(sequence)
-        return True
-
-    def _allocate_for(self, sequence: Sequence, plan: StepPlan) -> int | None:
-        while (block := self.allocator.allocate()) is None:
+        while not self.kv.grow(sequence, num_tokens, plan.copies, plan.window_copies):
             if self._drop_shared_prompts():
                 continue
             if self.running == [sequence]:
                 plan.outgrown.append(sequence)
-                return None
-            victim = self._preempt_newest()
+                return False
             plan.num_preempted += 1
-            if victim is sequence:
-                return None
-        return block
+            if self._preempt_newest() is sequence:
+                return False
+        plan.grown.append(sequence)
+        return True
 
     def _preempt_newest(self) -> Sequence:
         sequence = self.running.pop()
         request = sequence.request
-        self._free_rows.append(sequence.row)
+        self.free_rows.append(sequence.row)
         sequence.row = -1
-        self._release_blocks(sequence)
+        self.kv.release(sequence)
         if request.leader is sequence:
             request.leader = None
         if not request.waiting:
@@ -173,11 +194,17 @@ class Scheduler:
 
     # Waiting requests
 
+    def _give_up_first(self, plan: StepPlan) -> None:
+        sequence = self.waiting[0].waiting[0]
+        needed = self.kv.count(sequence.num_tokens)
+        assert needed > self.allocator.num_blocks, "an idle engine must be able to admit whatever fits its pool"
+        plan.outgrown.append(sequence)
+
     def _admit_waiting(self, plan: StepPlan) -> None:
         index = 0
-        while index < len(self.waiting) and self._free_rows:
+        while index < len(self.waiting) and self.free_rows:
             request = self.waiting[index]
-            while request.waiting and self._free_rows and request.leader is None:
+            while request.waiting and self.free_rows and request.leader is None:
                 sequence = request.waiting[0]
                 if request.shared_prompt is not None and sequence.num_output == 0:
                     admitted = self._start(sequence, request.shared_prompt, plan)
@@ -192,49 +219,38 @@ class Scheduler:
                 del self.waiting[index]
 
     def _start(self, sequence: Sequence, prompt: SharedPrompt, plan: StepPlan) -> bool:
-        if not self._has_room(1):
+        if not self.has_room(1):
             return False
-        self.allocator.acquire(prompt.blocks)
-        sequence.blocks = list(prompt.blocks)
-        sequence.num_shared = len(prompt.blocks)
-        sequence.num_computed = sequence.num_prompt
+        self.kv.start(sequence, prompt)
         sequence.publishable = prompt.publishable
         sequence.kv_events = list(prompt.kv_events)
         self._enter(sequence, plan)
         plan.starts.append((sequence, prompt))
         plan.num_shared_tokens += sequence.num_prompt
-        plan.grown.append(sequence)
         return True
 
     def _admit(self, sequence: Sequence, plan: StepPlan) -> bool:
-        request = sequence.request
         budget = self.max_tokens_per_step - plan.num_tokens
-        if budget == 0:
+        if budget == 0 or not self.has_room(1):
             return False
-        blocks: list[int] = []
-        hashes: list[bytes] = []
+        hit = self.find_prefix(sequence)
+        if not self.has_room_for(sequence, hit):
+            return False
+        self.kv.adopt(sequence, hit)
+        self.cache.count(sequence.token_ids, hit)
         fresh = sequence.num_output == 0
-        if self.prefix_caching and not (fresh and request.params.prompt_logprobs):
-            blocks, hashes = self.cache.lookup(sequence.token_ids)
-            self.allocator.acquire(blocks)
-        if not self._has_room(-(-sequence.num_tokens // self.block_size) - len(blocks)):
-            self.allocator.release(reversed(blocks))
-            return False
-        sequence.blocks, sequence.block_hashes = blocks, hashes
-        sequence.num_shared = len(blocks)
-        sequence.num_computed = len(blocks) * self.block_size
         sequence.publishable = True
         event = (0, self.cache.version, "prefill") if fresh else (sequence.num_tokens, self.cache.version, "recompute")
         sequence.kv_events.append(event)  # type: ignore[arg-type]
         self._enter(sequence, plan)
         count = min(sequence.num_tokens - sequence.num_computed, budget)
         grown = self._grow(sequence, sequence.num_computed + count, plan)
-        assert grown, "room was checked"
+        assert grown and not plan.num_preempted, "room was checked"
         plan.chunks.append((sequence, count))
         plan.num_tokens += count
         if fresh:
             plan.num_shared_tokens += sequence.num_computed
-            request.leader = sequence
+            sequence.request.leader = sequence
             self._lead(sequence, sequence.num_computed + count)
         return True
 
@@ -245,43 +261,42 @@ class Scheduler:
         request = sequence.request
         request.leader = None
         if request.waiting:
-            count = -(-sequence.num_prompt // self.block_size)
-            blocks = sequence.blocks[:count]
-            self.allocator.acquire(blocks)
-            sequence.num_shared = count
-            request.shared_prompt = SharedPrompt(sequence, blocks, list(sequence.kv_events), sequence.publishable)
+            request.shared_prompt = self.kv.keep_prompt(sequence)
 
     def _enter(self, sequence: Sequence, plan: StepPlan) -> None:
         sequence.request.waiting.popleft()
-        sequence.row = self._free_rows.pop()
+        sequence.row = self.free_rows.pop()
         self.num_admitted += 1
         sequence.order = self.num_admitted
         insort(self.running, sequence, key=_running_rank)
         plan.entered.append(sequence)
 
-    def _has_room(self, num_blocks: int) -> bool:
+    def find_prefix(self, sequence: Sequence) -> Hit:
+        """What the prefix cache has for `sequence`. Prompt logprobs need every position computed."""
+        wants_all = sequence.num_output == 0 and sequence.request.params.prompt_logprobs
+        return self.cache.lookup(sequence.token_ids) if self.prefix_caching and not wants_all else Hit()
+
+    def has_room_for(self, sequence: Sequence, hit: Hit, *, taken: int = 0) -> bool:
+        """Room for all its tokens, `taken` blocks being spoken for. A hit that nobody holds is a free block less."""
+        revived = sum(self.allocator.ref_counts[block] == 0 for block in hit.blocks)
+        return self.has_room(taken + self.kv.count(sequence.num_tokens) - len(hit.blocks) + revived)
+
+    def has_room(self, num_blocks: int) -> bool:
         """Room by live blocks, not by the longest possible output: each running sequence keeps one to grow into."""
         return self.allocator.num_free - num_blocks >= len(self.running)
 
-    # Blocks
-
-    def _release_blocks(self, sequence: Sequence) -> None:
-        self.allocator.release(reversed(sequence.blocks))
-        sequence.blocks = []
-        sequence.block_hashes = []
-        sequence.num_shared = 0
-        sequence.num_computed = 0
+    # Prompts kept for samples that have not begun
 
     def _drop_shared_prompt(self, request: Request) -> bool:
         prompt = request.shared_prompt
         if prompt is None:
             return False
-        self.allocator.release(reversed(prompt.blocks))
+        self.kv.drop_prompt(prompt)
         request.shared_prompt = None
         return True
 
     def _drop_shared_prompts(self) -> bool:
-        """Prompts kept for samples that have not begun; whoever comes first will compute it again."""
+        """Whoever comes first will compute it again."""
         dropped = [request for request in self.waiting if self._drop_shared_prompt(request)]
         return bool(dropped)
 

@@ -79,6 +79,7 @@ class StatsClock:
         return {
             **totals,
             "wall_seconds": time.perf_counter() - self._started,
+            "tokens_per_second": self.totals.output_tokens / max(self.totals.busy_seconds, 1e-9),
             "mean_live_batch": self.totals.live_batch_sum / steps,
             "slot_waste": 1 - self.totals.slot_steps_used / max(self.totals.slot_steps, 1),
             **gauges,

@@ -6,7 +6,7 @@ Token arrays hold the chunks of all sequences one behind the other, no padding. 
 Suffixes: T tokens, C chunks, R rows of the block table, W its width.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -21,24 +21,28 @@ class StepBatch:
     slots_T: np.ndarray  # int64, where its key and value are written
     chunk_ends_C: np.ndarray  # int64, cumulative; the last token of chunk c is chunk_ends_C[c] - 1
     block_table_RW: np.ndarray  # int32
+    windowed: "StepBatch | None" = None
+    """the same step as the pool of the sliding layers has it, where they have one of their own"""
 
 
 class BlockTable:
-    """The block tables of all running sequences as one matrix, rewritten only where they changed."""
+    """The block tables of all running sequences as one matrix a pool, rewritten only where they changed."""
 
-    def __init__(self, max_num_seqs: int, *, block_size: int) -> None:
+    def __init__(self, max_num_seqs: int, *, block_size: int, windowed: bool = False) -> None:
         self.block_size = block_size
         self.table_RW = np.zeros((max_num_seqs, 16), np.int32)
+        self.window_table_RW = np.zeros((max_num_seqs, 16), np.int32) if windowed else None
 
-    def update(self, grown: list[Sequence]) -> None:
-        for sequence in grown:
-            if sequence.row < 0:  # preempted after it grew
-                continue
-            count = len(sequence.blocks)
-            width = self.table_RW.shape[1]
-            if count > width:
-                self.table_RW = np.pad(self.table_RW, ((0, 0), (0, max(count, 2 * width) - width)))
-            self.table_RW[sequence.row, :count] = sequence.blocks
+    def update(self, *, entered: list[Sequence], grown: list[Sequence]) -> None:
+        for sequences, whole in ((entered, True), (grown, False)):
+            for sequence in sequences:
+                if sequence.row >= 0:  # else it was preempted after it grew
+                    first = 0 if whole else sequence.num_computed // self.block_size
+                    self.table_RW = _write(self.table_RW, sequence.row, first, sequence.blocks)
+                    if self.window_table_RW is not None:
+                        blocks = sequence.window_blocks
+                        first = max(first, sequence.num_slid)
+                        self.window_table_RW = _write(self.window_table_RW, sequence.row, first, blocks)
 
     def batch(self, chunks: list[tuple[Sequence, int]]) -> StepBatch:
         tokens: list[int] = []
@@ -56,7 +60,26 @@ class BlockTable:
                 positions += range(start, start + count)
                 rows += [sequence.row] * count
             ends.append(len(tokens))
-        return make_batch(tokens, positions, rows, ends, self.table_RW, block_size=self.block_size)
+        batch = make_batch(tokens, positions, rows, ends, self.table_RW, block_size=self.block_size)
+        if self.window_table_RW is None:
+            return batch
+        table_RW = self.window_table_RW
+        slots_T = _slots(table_RW, batch.rows_T, batch.positions_T, self.block_size)
+        return replace(batch, windowed=replace(batch, slots_T=slots_T, block_table_RW=table_RW))
+
+
+def _write(table_RW: np.ndarray, row: int, first: int, blocks: list[int]) -> np.ndarray:
+    """The entries of one row from `first` on; a wider table where it has become too narrow."""
+    width = table_RW.shape[1]
+    if len(blocks) > width:
+        table_RW = np.pad(table_RW, ((0, 0), (0, max(len(blocks), 2 * width) - width)))
+    table_RW[row, first : len(blocks)] = blocks[first:]
+    return table_RW
+
+
+def _slots(table_RW: np.ndarray, rows_T: np.ndarray, positions_T: np.ndarray, block_size: int) -> np.ndarray:
+    blocks_T = table_RW[rows_T, positions_T // block_size].astype(np.int64)
+    return blocks_T * block_size + positions_T % block_size
 
 
 def make_batch(
@@ -70,8 +93,7 @@ def make_batch(
 ) -> StepBatch:
     positions_T = np.array(positions, np.int64)
     rows_T = np.array(rows, np.int64)
-    blocks_T = table_RW[rows_T, positions_T // block_size].astype(np.int64)
-    slots_T = blocks_T * block_size + positions_T % block_size
+    slots_T = _slots(table_RW, rows_T, positions_T, block_size)
     return StepBatch(np.array(tokens, np.int64), positions_T, rows_T, slots_T, np.array(ends, np.int64), table_RW)
 
 

@@ -14,11 +14,11 @@ def finish_reason(sequence: Sequence) -> FinishReason | None:
     if sequence.token_ids[-1] in request.stop_ids:
         return "stop"
     if sequence.stop_matcher is not None:
-        text = sequence.stop_matcher.push(sequence.output_ids, search=sequence.num_output >= request.params.min_tokens)
+        text = sequence.stop_matcher.push(sequence.token_ids, search=sequence.num_output >= request.params.min_tokens)
         if text is not None:
             sequence.stop_text = text
             return "stop"
-    if len(sequence.token_ids) >= request.max_tokens:
+    if len(sequence.token_ids) >= sequence.max_tokens:
         return "length"
     return None
 
@@ -36,26 +36,27 @@ def output_text(sequence: Sequence, tokenizer: Tokenizer) -> str:
 class StopMatcher:
     """Follows the text of one sample token by token and finds the stop string that completes first.
 
-    Only the tail is decoded again: `_read` ids are already in `text`, and `_context` of those are decoded once more
-    with the new ones, because the text of an id depends on its left neighbours. Half a character is waited for.
+    Only the tail is decoded again: ids before `_read` are already in `text`, and those from `_context` on are decoded
+    once more with the new ones, because the text of an id depends on its left neighbours. Half a character is waited
+    for.
     """
 
-    def __init__(self, stop: tuple[str, ...], tokenizer: Tokenizer) -> None:
+    def __init__(self, stop: tuple[str, ...], tokenizer: Tokenizer, *, num_prompt: int) -> None:
         self.stop = stop
         self.tokenizer = tokenizer
         self.text = ""
-        self._context = 0
-        self._read = 0
+        self._context = num_prompt
+        self._read = num_prompt
 
-    def push(self, output_ids: list[int], *, search: bool) -> str | None:
+    def push(self, token_ids: list[int], *, search: bool) -> str | None:
         """The text before the match, once there is one that completes in text not seen before."""
-        known = self.tokenizer.decode(output_ids[self._context : self._read])
-        fresh = self.tokenizer.decode(output_ids[self._context :])
+        known = self.tokenizer.decode(token_ids[self._context : self._read])
+        fresh = self.tokenizer.decode(token_ids[self._context :])
         if len(fresh) <= len(known) or fresh.endswith("\N{REPLACEMENT CHARACTER}"):
             return None
         seen = len(self.text)
         self.text += fresh[len(known) :]
-        self._context, self._read = self._read, len(output_ids)
+        self._context, self._read = self._read, len(token_ids)
         return self._match(seen) if search else None
 
     def _match(self, seen: int) -> str | None:

@@ -1,76 +1,61 @@
-"""Attention over the paged KV pool, compiled for one CPU core: no gather, no padding, only live keys are touched.
+"""Attention over the paged KV pool for a CPU: each key and value is read once for all queries that share it.
 
-Twin: `inference.model.attention` in torch. Kernels are built for one head size, so that inner loops have constant
-length and vectorise; a constant handed to a callee that is inlined stays one. (A callee that is itself a closure would
-keep its kernel out of numba's cache on disk.) Floating-point flags allow reordering but keep NaN meaningful.
+Keys lie transposed in their block ([D, S]), so that scores of neighbouring keys fill a vector and need no horizontal
+sums; scores and outputs are then the same block product as the linear layers. A token's arithmetic depends on its own
+context alone, not on who else is in the step or whether its prompt came in chunks.
 
-Suffixes: T tokens, H all heads (queries, keys, values), D head size, B blocks, K key heads, S block size.
+Twin: `inference.model.attention.attend_torch`.
+
+Suffixes: T tokens, H all heads (queries, keys, values), D head size, G queries that share a key, R rows of the block
+table, W its width, P positions, F half of D, S block size.
 """
-
-import math
-from collections.abc import Callable
-from functools import cache
-from typing import Any
 
 import numba
 import numpy as np
 
-_FLAGS = {"reassoc", "contract", "nsz", "arcp"}
+from inference.kernels.cpu_math import FLAGS, exp, floats
+from inference.kernels.cpu_tile import LANES, WIDE, accumulate
+
+TILE = 512  # keys whose scores are held at once
+_SCORES = LANES // WIDE  # vectors of scores computed at once
 U = np.uint64  # an unsigned index needs no test for a negative one, which would keep inner loops from vectorising
 
 
-@cache
-def norm_rope_store(head_dim: int) -> Callable[..., Any]:
-    """Normalise and rotate queries (in place) and keys, and write keys and values to their slots."""
+@numba.njit(cache=True, nogil=True, fastmath=FLAGS)
+def norm_rope_store(  # type: ignore[no-untyped-def]
+    x_HD, num_heads, num_kv, norm_heads, q_norm, k_norm, eps, cos_F, sin_F, keys, values, block_step, slot, block_size
+):
+    """One token: normalise and rotate queries (in place) and keys, write keys and values to their slot.
+
+    `norm_heads` is 0 for no norm, 1 for each head by itself, 2 for the whole projection; `q_norm`, `k_norm`, `keys`
+    and `values` are addresses.
+    """
+    head_dim = x_HD.shape[1]
     half = head_dim // 2
-
-    @numba.njit(cache=True, nogil=True, fastmath=_FLAGS)
-    def kernel(  # type: ignore[no-untyped-def]
-        qkv_THD,
-        num_heads,
-        q_norm,
-        k_norm,
-        norm_heads,
-        eps,
-        cos_PF,
-        sin_PF,
-        positions_T,
-        slots_T,
-        keys_BKSD,
-        values_BKSD,
-    ):
-        num_kv = keys_BKSD.shape[1]
-        block_size = keys_BKSD.shape[2]
-        for t in range(qkv_THD.shape[0]):
-            position = positions_T[t]
-            block = slots_T[t] // block_size
-            offset = slots_T[t] % block_size
-            if norm_heads == 1:  # each head by itself
-                for h in range(num_heads + num_kv):
-                    _normalize(qkv_THD[t, h : h + 1], q_norm if h < num_heads else k_norm, eps)
-            elif norm_heads == 2:  # the whole projection
-                _normalize(qkv_THD[t, :num_heads], q_norm, eps)
-                _normalize(qkv_THD[t, num_heads : num_heads + num_kv], k_norm, eps)
-            for h in range(num_heads + num_kv):
-                x = qkv_THD[t, h]
-                y = x if h < num_heads else keys_BKSD[block, h - num_heads, offset]
-                for d in range(half):
-                    low = x[U(d)]
-                    high = x[U(d + half)]
-                    c = cos_PF[position, U(d)]
-                    s = sin_PF[position, U(d)]
-                    y[U(d)] = low * c - high * s
-                    y[U(d + half)] = high * c + low * s
-            for h in range(num_kv):
-                x = qkv_THD[t, num_heads + num_kv + h]
-                y = values_BKSD[block, h, offset]
-                for d in range(head_dim):
-                    y[U(d)] = x[U(d)]
-
-    return kernel
+    if norm_heads == 1:
+        for h in range(num_heads + num_kv):
+            _normalize(x_HD[h : h + 1], floats(q_norm if h < num_heads else k_norm, head_dim), eps)
+    elif norm_heads == 2:
+        _normalize(x_HD[:num_heads], floats(q_norm, num_heads * head_dim), eps)
+        _normalize(x_HD[num_heads : num_heads + num_kv], floats(k_norm, num_kv * head_dim), eps)
+    for h in range(num_heads + num_kv):
+        x = x_HD[h]
+        for d in range(half):
+            low = x[U(d)]
+            high = x[U(d + half)]
+            x[U(d)] = low * cos_F[U(d)] - high * sin_F[U(d)]
+            x[U(d + half)] = high * cos_F[U(d)] + low * sin_F[U(d)]
+    block, offset = slot // block_size, slot % block_size
+    size = block_size * head_dim
+    for k in range(num_kv):
+        key = floats(keys + block * block_step + 4 * k * size, size)
+        value = floats(values + block * block_step + 4 * k * size, size)
+        for d in range(head_dim):
+            key[U(d * block_size + offset)] = x_HD[num_heads + k, U(d)]
+            value[U(offset * head_dim + d)] = x_HD[num_heads + num_kv + k, U(d)]
 
 
-@numba.njit(cache=True, nogil=True, fastmath=_FLAGS)
+@numba.njit(cache=True, nogil=True, fastmath=FLAGS)
 def _normalize(x_HD, weight, eps):  # type: ignore[no-untyped-def]
     heads, size = x_HD.shape
     total = np.float32(0)
@@ -83,129 +68,144 @@ def _normalize(x_HD, weight, eps):  # type: ignore[no-untyped-def]
             x_HD[h, d] = weight[h * size + d] * (x_HD[h, d] * scale)
 
 
-@numba.njit(cache=True, nogil=True, fastmath=_FLAGS)
-def _softmax_numerators(x, bits, count):  # type: ignore[no-untyped-def]
-    """exp(x - max) of the first `count` values in place, to about 1 ulp, in a form that vectorises; their sum.
+@numba.njit(cache=True, nogil=True, fastmath=FLAGS)
+def attend(  # type: ignore[no-untyped-def]
+    q_HD, first_kv, num_kv, keys, values, block_step, block_size, blocks_W, position, window, scores_HP, keys_DS, out_HD
+):
+    """The queries `q_HD` of one token over `num_kv` key heads from `first_kv` on; `keys`, `values` lie in block 0.
 
-    `bits` is scratch for the powers of two.
+    Sees the positions up to its own, the last `window` of them if that is not 0. `block_step` leads from a block to
+    the next in bytes. `scores_HP` and `keys_DS` are scratch.
     """
-    top = x[0]
+    heads, head_dim = q_HD.shape
+    group = heads // num_kv
+    end = position + 1
+    begin = max(0, end - window) if window > 0 else 0
+    last = (end + block_size - 1) // block_size
+    out_HD[:heads] = np.float32(0)
+    highest_H, total_H = scores_HP[:heads, -2], scores_HP[:heads, -1]
+    highest_H[:] = -np.inf
+    total_H[:] = np.float32(0)
+    head_bytes = 4 * block_size * head_dim
+    keys, values = keys + first_kv * head_bytes, values + first_kv * head_bytes
+    scale = np.float32(1.0 / np.sqrt(head_dim))
+    tile = max(1, TILE // block_size)
+    for start in range(begin // block_size, last, tile):
+        stop = min(start + tile, last)
+        for b in range(start, stop):
+            # Blocks lie anywhere, so nothing but this foresees what comes next.
+            key, value = keys + block_step * blocks_W[b], values + block_step * blocks_W[b]
+            following = keys + block_step * blocks_W[min(b + 1, last - 1)]
+            at = (b - start) * block_size
+            _score_block(q_HD, key, following, value, num_kv, block_size, scores_HP, at, keys_DS)
+        origin = start * block_size
+        low, high = max(begin, origin) - origin, min(end, stop * block_size) - origin
+        for h in range(heads):
+            _weigh(scores_HP[h, low:high], scale, highest_H, total_H, h, out_HD)
+        for b in range(start, stop):
+            low = max(b * block_size, begin)
+            count = min((b + 1) * block_size, end) - low
+            base = values + block_step * blocks_W[b] + 4 * (low - b * block_size) * head_dim
+            for k in range(num_kv):
+                w = scores_HP[k * group :, low - origin :].ctypes.data
+                out = out_HD[k * group :].ctypes.data
+                _add_values(w, scores_HP.shape[1], count, base + k * head_bytes, head_dim, out, group)
+    for h in range(heads):
+        inverse = np.float32(1) / total_H[h]
+        for d in range(head_dim):
+            out_HD[h, U(d)] *= inverse
+
+
+@numba.njit(cache=True, nogil=True)
+def _score_block(q_HD, keys, following, values, num_kv, block_size, scores_HP, at, keys_DS):  # type: ignore[no-untyped-def]
+    """Scores of a block's keys, while its values and the keys of the `following` block are fetched."""
+    heads, head_dim = q_HD.shape
+    group, width = heads // num_kv, scores_HP.shape[1]
+    for k in range(num_kv):
+        q, out = q_HD[k * group :].ctypes.data, scores_HP[k * group :, at:].ctypes.data
+        skip = 4 * k * block_size * head_dim
+        key = keys + skip
+        whole = block_size // LANES * LANES
+        for s in range(0, whole, LANES):
+            wanted = (following + skip + 4 * s * head_dim, values + skip + 4 * s * head_dim)
+            _products(q, head_dim, head_dim, key + 4 * s, block_size, out + 4 * s, width, wanted, group)
+        if whole < block_size:
+            rest = floats(key, block_size * head_dim)
+            for d in range(head_dim):
+                for s in range(whole, block_size):
+                    keys_DS[d, s - whole] = rest[d * block_size + s]
+            _products(q, head_dim, head_dim, keys_DS.ctypes.data, LANES, out + 4 * whole, width, (key, key), group)
+
+
+@numba.njit(cache=True, nogil=True, fastmath=FLAGS)
+def _weigh(x, scale, highest_H, total_H, h, out_HD):  # type: ignore[no-untyped-def]
+    """Scores become exp(scale * (score - highest so far)); what was summed before is brought to the same scale."""
+    count = len(x)
+    before = highest_H[h]
+    top = before
     for i in range(count):
         top = max(top, x[U(i)])
-    power = bits.view(np.float32)
-    for i in range(count):
-        value = x[U(i)] - top
-        if value < np.float32(-87.0):  # not max(), which would swallow a NaN
-            value = np.float32(-87.0)
-        whole = np.floor(value * np.float32(1.44269504) + np.float32(0.5))
-        r = value - whole * np.float32(0.693359375)
-        r = r + whole * np.float32(2.12194440e-4)
-        p = np.float32(1.9875691500e-4)
-        p = p * r + np.float32(1.3981999507e-3)
-        p = p * r + np.float32(8.3334519073e-3)
-        p = p * r + np.float32(4.1665795894e-2)
-        p = p * r + np.float32(1.6666665459e-1)
-        p = p * r + np.float32(5.0000001201e-1)
-        x[U(i)] = p * r * r + r + np.float32(1.0)
-        bits[U(i)] = (np.int32(whole) + np.int32(127)) << np.int32(23)
     total = np.float32(0)
     for i in range(count):
-        x[U(i)] *= power[U(i)]
-        total += x[U(i)]
-    return total
+        value = exp((x[U(i)] - top) * scale)
+        x[U(i)] = value
+        total += value
+    if total_H[h] > 0:
+        factor = exp((before - top) * scale)
+        total += total_H[h] * factor
+        for d in range(out_HD.shape[1]):
+            out_HD[h, U(d)] *= factor
+    highest_H[h] = top
+    total_H[h] = total
 
 
-@numba.njit(cache=True, nogil=True, fastmath=_FLAGS)
-def _score(head_dim, q, keys_BKSD, block, k, first, count, scale, scores, at):  # type: ignore[no-untyped-def]
-    i = 0
-    while i + 4 <= count:
-        a, b, c, e = U(first + i), U(first + i + 1), U(first + i + 2), U(first + i + 3)
-        dot_a = dot_b = dot_c = dot_e = np.float32(0)
-        for d in range(head_dim):
-            x = q[U(d)]
-            dot_a += x * keys_BKSD[block, k, a, U(d)]
-            dot_b += x * keys_BKSD[block, k, b, U(d)]
-            dot_c += x * keys_BKSD[block, k, c, U(d)]
-            dot_e += x * keys_BKSD[block, k, e, U(d)]
-        scores[U(at + i)] = dot_a * scale
-        scores[U(at + i + 1)] = dot_b * scale
-        scores[U(at + i + 2)] = dot_c * scale
-        scores[U(at + i + 3)] = dot_e * scale
-        i += 4
-    while i < count:
-        dot = np.float32(0)
-        for d in range(head_dim):
-            dot += q[U(d)] * keys_BKSD[block, k, U(first + i), U(d)]
-        scores[U(at + i)] = dot * scale
-        i += 1
+@numba.njit(cache=True, nogil=True)
+def _products(w, w_step, count, x, x_step, out, out_step, wanted, rows):  # type: ignore[no-untyped-def]
+    while rows >= 4:
+        accumulate(w, w_step, count, x, x_step, out, out_step, wanted, 4, _SCORES, WIDE, 0)
+        w, out, rows = w + 16 * w_step, out + 16 * out_step, rows - 4
+    if rows == 3:
+        accumulate(w, w_step, count, x, x_step, out, out_step, wanted, 3, _SCORES, WIDE, 0)
+    elif rows == 2:
+        accumulate(w, w_step, count, x, x_step, out, out_step, wanted, 2, _SCORES, WIDE, 0)
+    elif rows == 1:
+        accumulate(w, w_step, count, x, x_step, out, out_step, wanted, 1, _SCORES, WIDE, 0)
 
 
-@numba.njit(cache=True, nogil=True, fastmath=_FLAGS)
-def _add_values(head_dim, total_D, values_BKSD, block, k, first, count, scores, at):  # type: ignore[no-untyped-def]
-    i = 0
-    while i + 4 <= count:
-        a, b, c, e = U(first + i), U(first + i + 1), U(first + i + 2), U(first + i + 3)
-        w_a, w_b, w_c, w_e = scores[U(at + i)], scores[U(at + i + 1)], scores[U(at + i + 2)], scores[U(at + i + 3)]
-        for d in range(head_dim):
-            total_D[U(d)] += (
-                w_a * values_BKSD[block, k, a, U(d)]
-                + w_b * values_BKSD[block, k, b, U(d)]
-                + w_c * values_BKSD[block, k, c, U(d)]
-                + w_e * values_BKSD[block, k, e, U(d)]
-            )
-        i += 4
-    while i < count:
-        weight = scores[U(at + i)]
-        for d in range(head_dim):
-            total_D[U(d)] += weight * values_BKSD[block, k, U(first + i), U(d)]
-        i += 1
+@numba.njit(cache=True, nogil=True)
+def _add_values(w, w_step, count, x, head_dim, out, rows):  # type: ignore[no-untyped-def]
+    """out[rows, D] += w[rows, count] x[count, D], in vectors of 4 registers, then of 8 floats."""
+    while rows > 0:
+        taken = min(rows, 3)
+        at = 0
+        while at + 4 * WIDE <= head_dim:
+            _value_block(w, w_step, count, x + 4 * at, head_dim, out + 4 * at, taken)
+            at += 4 * WIDE
+        while at < head_dim:
+            for r in range(taken):
+                accumulate(
+                    w + 4 * r * w_step,
+                    w_step,
+                    count,
+                    x + 4 * at,
+                    head_dim,
+                    out + 4 * (r * head_dim + at),
+                    0,
+                    (),
+                    1,
+                    1,
+                    8,
+                    1,
+                )
+            at += 8
+        w, out, rows = w + 4 * taken * w_step, out + 4 * taken * head_dim, rows - taken
 
 
-@cache
-def paged_attention(head_dim: int) -> Callable[..., Any]:
-    """Each token attends to the positions up to its own (the last `window` of them, if not 0) of its sequence.
-
-    Four keys at a time: one by one, the horizontal sums of the scores and the store-to-load chain of the output cost
-    more than the arithmetic.
-    """
-    scale = np.float32(1.0 / math.sqrt(head_dim))
-
-    @numba.njit(cache=True, nogil=True, fastmath=_FLAGS)
-    def kernel(  # type: ignore[no-untyped-def]
-        qkv_THD, num_heads, keys_BKSD, values_BKSD, table_RW, rows_T, positions_T, window, out_THD
-    ):
-        num_kv = keys_BKSD.shape[1]
-        block_size = keys_BKSD.shape[2]
-        group = num_heads // num_kv
-        longest = 1
-        for t in range(positions_T.shape[0]):
-            longest = max(longest, positions_T[t] + 1)
-        scores = np.empty(longest, np.float32)
-        bits = np.empty(longest, np.int32)
-        total_D = np.empty(head_dim, np.float32)
-        for t in range(positions_T.shape[0]):
-            row = rows_T[t]
-            end = positions_T[t] + 1
-            begin = max(0, end - window) if window > 0 else 0
-            blocks = range(begin // block_size, (end + block_size - 1) // block_size)
-            for h in range(num_heads):
-                k = U(h // group)
-                for b in blocks:
-                    start = max(b * block_size, begin)
-                    count = min((b + 1) * block_size, end) - start
-                    first = start - b * block_size
-                    block = U(table_RW[row, b])
-                    _score(head_dim, qkv_THD[t, h], keys_BKSD, block, k, first, count, scale, scores, start - begin)
-                inverse = np.float32(1) / _softmax_numerators(scores, bits, end - begin)
-                for d in range(head_dim):
-                    total_D[U(d)] = np.float32(0)
-                for b in blocks:
-                    start = max(b * block_size, begin)
-                    count = min((b + 1) * block_size, end) - start
-                    first = start - b * block_size
-                    block = U(table_RW[row, b])
-                    _add_values(head_dim, total_D, values_BKSD, block, k, first, count, scores, start - begin)
-                for d in range(head_dim):
-                    out_THD[t, h, d] = total_D[U(d)] * inverse
-
-    return kernel
+@numba.njit(cache=True, nogil=True)
+def _value_block(w, w_step, count, x, x_step, out, rows):  # type: ignore[no-untyped-def]
+    if rows == 3:
+        accumulate(w, w_step, count, x, x_step, out, x_step, (), 3, 4, WIDE, 1)
+    elif rows == 2:
+        accumulate(w, w_step, count, x, x_step, out, x_step, (), 2, 4, WIDE, 1)
+    else:
+        accumulate(w, w_step, count, x, x_step, out, x_step, (), 1, 4, WIDE, 1)

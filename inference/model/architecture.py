@@ -10,14 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from inference.model.rope import Rope, read_rope, read_rope_by_layer_type
 from olmorl.contract.errors import ModelError
 
 Json = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Rope:
-    theta: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +76,7 @@ def read_json(path: Path) -> Json:
 def _base(config: Json, *, eps: float, theta: float, **switches: Any) -> Architecture:
     heads = config["num_attention_heads"]
     windows = switches.pop("windows", None) or [None] * config["num_hidden_layers"]
-    ropes = switches.pop("ropes", None) or [_rope(config, theta)] * len(windows)
+    ropes = switches.pop("ropes", None) or [read_rope(config, default_theta=theta)] * len(windows)
     return Architecture(
         vocab_size=config["vocab_size"],
         hidden_size=config["hidden_size"],
@@ -94,17 +90,6 @@ def _base(config: Json, *, eps: float, theta: float, **switches: Any) -> Archite
         max_positions=config["max_position_embeddings"],
         **switches,
     )
-
-
-def _rope(config: Json, theta: float, layer_type: str | None = None) -> Rope:
-    """From `rope_parameters` (transformers 5, maybe one for each layer type) or `rope_theta` + `rope_scaling`."""
-    found = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if layer_type in found:
-        found = found[layer_type]
-    kind = found.get("rope_type") or found.get("type") or "default"
-    if kind != "default":
-        raise ModelError(f"rope type {kind!r} is not supported; supported is 'default'")
-    return Rope(float(found.get("rope_theta") or config.get("rope_theta") or theta))
 
 
 def _llama(config: Json) -> Architecture:
@@ -141,6 +126,7 @@ def _olmo3(config: Json) -> Architecture:
     count = config["num_hidden_layers"]
     kinds = config.get("layer_types") or ["full_attention" if i % 4 == 3 else "sliding_attention" for i in range(count)]
     window = config.get("sliding_window", 4096)
+    ropes = read_rope_by_layer_type(config, default_theta=5e5)
     return _base(
         config,
         eps=1e-5,
@@ -150,7 +136,7 @@ def _olmo3(config: Json) -> Architecture:
         qkv_bias=bias,
         out_bias=bias,
         windows=[window if kind == "sliding_attention" else None for kind in kinds],
-        ropes=[_rope(config, 5e5, kind) for kind in kinds],
+        ropes=[ropes[kind] for kind in kinds],
     )
 
 

@@ -1,39 +1,45 @@
-"""The paged KV pool and attention over it: the torch definition, and the choice of a compiled path.
+"""The paged KV pool, and attention over it in torch: the definition of what compiled kernels compute.
 
 Suffixes: T tokens, H heads (queries, then keys, then values), D head size, B blocks, K key heads, S block size,
-L layers, C context length, N tokens of one chunk.
+L layers, C context length, N tokens of one chunk, X = S * D.
 """
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
-from inference.kernels import cpu_attention
 from inference.model.architecture import Architecture
 from inference.model.layers import rms_norm, rotate
 from inference.step_batch import StepBatch
 
-_NORM_HEADS = {None: 0, "head": 1, "whole": 2}
-
 
 class KVPool:
-    """Keys and values of all layers. Zeroed pages cost nothing until they are written."""
+    """Keys and values of all layers. Zeroed pages cost nothing until they are written.
+
+    Keys lie transposed in their block, so that neighbouring keys fill a vector register.
+    """
 
     def __init__(
         self, arch: Architecture, num_blocks: int, *, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        shape = (len(arch.layers), 2, num_blocks, arch.num_kv_heads, block_size, arch.head_dim)
-        self.data_L2BKSD = torch.zeros(shape, dtype=dtype, device=device)
+        shape = (len(arch.layers), num_blocks, 2, arch.num_kv_heads, block_size * arch.head_dim)
+        # numpy asks for large pages, torch does not: blocks lie all over the pool, and each would miss small ones.
+        zeros = (
+            torch.from_numpy(np.zeros(shape, np.float32)) if device.type == "cpu" else torch.zeros(shape, device=device)
+        )
+        self.data_LB2KX = zeros.to(dtype)
         self.block_size = block_size
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of one layer, each [B, K, S, D]."""
-        return self.data_L2BKSD[index, 0], self.data_L2BKSD[index, 1]
+        """Keys [B, K, D, S] and values [B, K, S, D] of one layer."""
+        keys_BKX, values_BKX = self.data_LB2KX[index].unbind(1)
+        return keys_BKX.unflatten(2, (-1, self.block_size)), values_BKX.unflatten(2, (self.block_size, -1))
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-        source, target = (torch.tensor(blocks, device=self.data_L2BKSD.device) for blocks in zip(*copies, strict=True))
-        self.data_L2BKSD[:, :, target] = self.data_L2BKSD[:, :, source]
+        source, target = (torch.tensor(blocks, device=self.data_LB2KX.device) for blocks in zip(*copies, strict=True))
+        self.data_LB2KX[:, target] = self.data_LB2KX[:, source]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,64 +60,11 @@ class AttentionInput:
 def attend(
     qkv_TX: torch.Tensor,
     layer: AttentionInput,
-    keys_BKSD: torch.Tensor,
+    keys_BKDS: torch.Tensor,
     values_BKSD: torch.Tensor,
     batch: StepBatch,
 ) -> torch.Tensor:
-    """[T, H*D]. Writes the step's keys and values to the pool, then attends; `qkv_TX` is overwritten."""
-    if qkv_TX.device.type == "cpu" and qkv_TX.dtype == torch.float32:
-        return attend_compiled(qkv_TX, layer, keys_BKSD, values_BKSD, batch)
-    return attend_torch(qkv_TX, layer, keys_BKSD, values_BKSD, batch)
-
-
-def attend_compiled(
-    qkv_TX: torch.Tensor,
-    layer: AttentionInput,
-    keys_BKSD: torch.Tensor,
-    values_BKSD: torch.Tensor,
-    batch: StepBatch,
-) -> torch.Tensor:
-    qkv_THD = qkv_TX.view(len(qkv_TX), -1, layer.head_dim).numpy()
-    keys, values = keys_BKSD.numpy(), values_BKSD.numpy()
-    cos, sin = layer.rope_2PF.numpy()
-    none = cos[0]
-    cpu_attention.norm_rope_store(layer.head_dim)(
-        qkv_THD,
-        layer.num_heads,
-        none if layer.q_norm is None else layer.q_norm.numpy(),
-        none if layer.k_norm is None else layer.k_norm.numpy(),
-        _NORM_HEADS[layer.qk_norm],
-        layer.norm_eps,
-        cos,
-        sin,
-        batch.positions_T,
-        batch.slots_T,
-        keys,
-        values,
-    )
-    out_TX = torch.empty((len(qkv_TX), layer.num_heads * layer.head_dim))
-    cpu_attention.paged_attention(layer.head_dim)(
-        qkv_THD,
-        layer.num_heads,
-        keys,
-        values,
-        batch.block_table_RW,
-        batch.rows_T,
-        batch.positions_T,
-        layer.window or 0,
-        out_TX.view(len(qkv_TX), layer.num_heads, layer.head_dim).numpy(),
-    )
-    return out_TX
-
-
-def attend_torch(
-    qkv_TX: torch.Tensor,
-    layer: AttentionInput,
-    keys_BKSD: torch.Tensor,
-    values_BKSD: torch.Tensor,
-    batch: StepBatch,
-) -> torch.Tensor:
-    """The definition: dense attention of each chunk over the keys gathered for it."""
+    """[T, H*D]. Writes the step's keys and values to the pool, then attends densely to the keys gathered per chunk."""
     device = qkv_TX.device
     sizes = [layer.num_heads, layer.num_kv_heads, layer.num_kv_heads]
     q_THD, k_TKD, v_TKD = qkv_TX.view(len(qkv_TX), -1, layer.head_dim).split(sizes, dim=1)
@@ -122,8 +75,8 @@ def attend_torch(
     cos_TF, sin_TF = layer.rope_2PF[:, positions_T]
     q_THD, k_TKD = rotate(q_THD, cos_TF, sin_TF), rotate(k_TKD, cos_TF, sin_TF)
     slots_T = torch.from_numpy(batch.slots_T).to(device)
-    block_size = keys_BKSD.shape[2]
-    keys_BKSD[slots_T // block_size, :, slots_T % block_size] = k_TKD
+    block_size = keys_BKDS.shape[3]
+    keys_BKDS[slots_T // block_size, :, :, slots_T % block_size] = k_TKD
     values_BKSD[slots_T // block_size, :, slots_T % block_size] = v_TKD
 
     table_RW = torch.from_numpy(batch.block_table_RW).to(device)
@@ -131,11 +84,14 @@ def attend_torch(
     start = 0
     for end in batch.chunk_ends_C.tolist():
         context = int(batch.positions_T[end - 1]) + 1
-        blocks = table_RW[int(batch.rows_T[start]), : -(-context // block_size)].long()
-        k_KCD = keys_BKSD[blocks].transpose(0, 1).flatten(1, 2)[:, :context]
-        v_KCD = values_BKSD[blocks].transpose(0, 1).flatten(1, 2)[:, :context]
-        distance_NC = positions_T[start:end, None] - torch.arange(context, device=device)
-        seen_NC = (distance_NC >= 0) & (distance_NC < (layer.window or context))
+        window = layer.window or context
+        first = max(0, int(batch.positions_T[start]) + 1 - window) // block_size  # blocks before it may be gone
+        begin = first * block_size
+        blocks = table_RW[int(batch.rows_T[start]), first : -(-context // block_size)].long()
+        k_KCD = keys_BKDS[blocks].permute(1, 0, 3, 2).flatten(1, 2)[:, : context - begin]
+        v_KCD = values_BKSD[blocks].transpose(0, 1).flatten(1, 2)[:, : context - begin]
+        distance_NC = positions_T[start:end, None] - torch.arange(begin, context, device=device)
+        seen_NC = (distance_NC >= 0) & (distance_NC < window)
         q_HND = q_THD[start:end].transpose(0, 1)
         out_HND = F.scaled_dot_product_attention(q_HND[None], k_KCD[None], v_KCD[None], seen_NC, enable_gqa=True)[0]
         out_THD[start:end] = out_HND.transpose(0, 1)

@@ -7,16 +7,21 @@ update in place reaches the fused matrix.
 Suffixes: T tokens, M hidden size, R wanted rows, V vocabulary.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
-from inference.model.architecture import Architecture, Rope
-from inference.model.attention import AttentionInput, KVPool, attend
+from inference.kernels.cpu_team import Team
+from inference.model.architecture import Architecture
+from inference.model.arena import Arena
+from inference.model.attention import AttentionInput, attend
+from inference.model.compiled_decoder import CompiledDecoder, can_compile
+from inference.model.kv_pools import KVPools
 from inference.model.layers import gated_silu, linear, rms_norm, rope_table
+from inference.model.rope import Rope
 from inference.step_batch import StepBatch
+from olmorl.contract.generation import Kernels
 from olmorl.contract.weights import TensorSpec
 
 
@@ -36,16 +41,33 @@ class LayerWeights:
 
 
 class Decoder:
-    def __init__(self, arch: Architecture, *, dtype: torch.dtype, device: torch.device, max_model_len: int) -> None:
+    def __init__(
+        self,
+        arch: Architecture,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_model_len: int,
+        kernels: Kernels = "auto",
+    ) -> None:
         self.arch = arch
         self.dtype = dtype
         self.device = device
         self.tensors: dict[str, torch.Tensor] = {}
+        self._arena = Arena(dtype=dtype, device=device)
         self._rope_tables: dict[Rope, torch.Tensor] = {}
         self.embedding = self._tensor("model.embed_tokens.weight", arch.vocab_size, arch.hidden_size)
         self.layers = [self._layer(index, max_model_len) for index in range(len(arch.layers))]
         self.norm = self._tensor("model.norm.weight", arch.hidden_size)
         self.head = self.embedding if arch.tied else self._tensor("lm_head.weight", arch.vocab_size, arch.hidden_size)
+        self.compiled: CompiledDecoder | None = None
+        if kernels == "auto" and can_compile(arch, dtype=dtype, device=device):
+            self.compiled = CompiledDecoder(self, max_model_len=max_model_len, threads=torch.get_num_threads())
+
+    @property
+    def team(self) -> Team | None:
+        """The threads of the compiled kernels; None where torch computes."""
+        return None if self.compiled is None else self.compiled.team
 
     @property
     def specs(self) -> tuple[TensorSpec, ...]:
@@ -57,15 +79,22 @@ class Decoder:
     def num_parameters(self) -> int:
         return sum(tensor.numel() for tensor in self.tensors.values())
 
-    def forward(self, batch: StepBatch, pool: KVPool) -> torch.Tensor:
-        """[T, M] after the final norm; keys and values of the step are in `pool`."""
+    def forward(self, batch: StepBatch, pools: KVPools) -> torch.Tensor:
+        """[T, M] after the final norm; keys and values of the step are in `pools`."""
+        if self.compiled is not None:
+            return self.compiled.forward(batch, pools)
+        return self.forward_torch(batch, pools)
+
+    def forward_torch(self, batch: StepBatch, pools: KVPools) -> torch.Tensor:
         arch, eps = self.arch, self.arch.norm_eps
         pre = arch.norms == "pre"
+        windowed = batch.windowed or batch
         x_TM = F.embedding(torch.from_numpy(batch.token_ids_T).to(self.device), self.embedding)
         for index, layer in enumerate(self.layers):
             y_TM = rms_norm(x_TM, layer.attention_norm, eps) if pre else x_TM
             qkv_TX = linear(y_TM, layer.qkv, layer.qkv_bias)
-            y_TM = linear(attend(qkv_TX, layer.attention, *pool.layer(index), batch), layer.out, layer.out_bias)
+            step = batch if layer.attention.window is None else windowed
+            y_TM = linear(attend(qkv_TX, layer.attention, *pools.layer(index), step), layer.out, layer.out_bias)
             x_TM = x_TM + (y_TM if pre else rms_norm(y_TM, layer.attention_norm, eps))
             y_TM = rms_norm(x_TM, layer.mlp_norm, eps) if pre else x_TM
             y_TM = gated_silu(linear(y_TM, layer.gate_up, layer.gate_up_bias))
@@ -74,7 +103,9 @@ class Decoder:
         return rms_norm(x_TM, self.norm, eps)
 
     def logits(self, hidden_RM: torch.Tensor) -> torch.Tensor:
-        """[R, V] float32."""
+        """[R, V] float32, valid until the next call; rows need not be contiguous."""
+        if self.compiled is not None:
+            return self.compiled.logits(hidden_RM)
         return linear(hidden_RM, self.head).float()
 
     def _layer(self, index: int, max_model_len: int) -> LayerWeights:
@@ -119,7 +150,7 @@ class Decoder:
         return self._rope_tables[rope]
 
     def _tensor(self, name: str, *shape: int) -> torch.Tensor:
-        tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
+        tensor = self._arena.tensor(*shape)
         self.tensors[name] = tensor
         return tensor
 
@@ -128,11 +159,8 @@ class Decoder:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """One matrix (and bias) for all `parts`, each named as a view of its rows."""
         sizes = [size for _, size in parts]
-        empty: Callable[..., torch.Tensor] = lambda *shape: torch.empty(  # noqa: E731
-            shape, dtype=self.dtype, device=self.device
-        )
-        weight = empty(sum(sizes), in_features)
-        bias_tensor = empty(sum(sizes)) if bias else None
+        weight = self._arena.tensor(sum(sizes), in_features)
+        bias_tensor = self._arena.tensor(sum(sizes)) if bias else None
         for kind, whole in (("weight", weight), ("bias", bias_tensor)):
             if whole is not None:
                 for (name, _), view in zip(parts, whole.split(sizes), strict=True):

@@ -6,7 +6,8 @@ Suffixes: T tokens of a step, M hidden size, D head size, P positions, F half of
 import torch
 import torch.nn.functional as F
 
-from inference.model.architecture import Rope
+from inference.model.frequencies import rope_frequencies
+from inference.model.rope import Rope
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -27,10 +28,9 @@ def gated_silu(gate_up_TM: torch.Tensor) -> torch.Tensor:
 
 def rope_table(rope: Rope, *, head_dim: int, num_positions: int, device: torch.device) -> torch.Tensor:
     """[2, P, F] float32: cosines and sines."""
-    exponents_F = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
-    frequencies_F = 1.0 / (rope.theta**exponents_F)
+    frequencies_F = rope_frequencies(rope, head_dim=head_dim).to(device)
     angles_PF = torch.arange(num_positions, dtype=torch.float32, device=device)[:, None] * frequencies_F
-    return torch.stack([angles_PF.cos(), angles_PF.sin()])
+    return torch.stack([angles_PF.cos(), angles_PF.sin()]) * rope.magnitude
 
 
 def rotate(x_THD: torch.Tensor, cos_TF: torch.Tensor, sin_TF: torch.Tensor) -> torch.Tensor:

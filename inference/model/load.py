@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from inference.model.architecture import read_architecture, read_json
 from inference.model.decoder import Decoder
 from olmorl.contract.errors import ModelError
+from olmorl.contract.generation import Kernels
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Not parameters: buffers that old checkpoints carry, and the copy of a tied head.
@@ -31,12 +32,14 @@ def resolve_folder(model: str) -> Path:
         raise ModelError(f"model {model!r} is neither a folder here nor to be had from the hub: {error}") from None
 
 
-def load_decoder(folder: Path, *, dtype: str, device: str, max_model_len: int | None) -> Decoder:
+def load_decoder(
+    folder: Path, *, dtype: str, device: str, max_model_len: int | None, kernels: Kernels = "auto"
+) -> Decoder:
     arch = read_architecture(folder)
     if dtype not in DTYPES:
         raise ModelError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
     length = arch.max_positions if max_model_len is None else max_model_len
-    decoder = Decoder(arch, dtype=DTYPES[dtype], device=torch.device(device), max_model_len=length)
+    decoder = Decoder(arch, dtype=DTYPES[dtype], device=torch.device(device), max_model_len=length, kernels=kernels)
     missing = set(decoder.tensors)
     for name, tensor in _stored_tensors(folder):
         if name.endswith(_IGNORED) or (name == "lm_head.weight" and arch.tied):

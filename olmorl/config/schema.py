@@ -205,6 +205,8 @@ class InferenceSection(Section):
     block_size: int = Field(16, ge=1)
     max_tokens_per_step: int = Field(2048, ge=1)
     prefix_caching: bool = True
+    batching: Literal["continuous", "static"] = "continuous"
+    """static: the slot of a finished sample stays empty until its whole batch is done; the baseline of comparisons"""
     threads: int | None = Field(None, ge=1)
     """torch threads of a worker on CPU; None shares the cores between all workers"""
 

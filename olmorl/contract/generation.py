@@ -13,6 +13,7 @@ import numpy as np
 from olmorl.contract.weights import TensorSpec
 
 FinishReason = Literal["stop", "length", "abort"]
+Kernels = Literal["auto", "torch"]
 VersionSpan = tuple[int, int, int]  # policy version, first token, one past the last
 KvEvent = tuple[int, int, Literal["prefill", "swap", "recompute"]]  # position, policy version, what happened
 
@@ -163,6 +164,13 @@ class EngineConfig:
     max_model_len: int | None = None
     prefix_caching: bool = True
     batching: Literal["continuous", "static"] = "continuous"
+    quantization: str | None = None
+    """None is all that this engine offers, here and below; another value is refused by name"""
+    speculative: str | None = None
+    kernels: Kernels = "auto"
+    """"torch" keeps to the definitions in torch where compiled kernels would be faster"""
+    deterministic: bool = False
+    """bitwise the same tokens and logprobs for a request in any batch"""
     seed: int = 0
     threads: int | None = None
     """torch threads of the process; None leaves torch's own choice"""

@@ -89,6 +89,7 @@ def _engine_config(config: Config, placement: Placement) -> EngineConfig:
         max_tokens_per_step=section.max_tokens_per_step,
         max_model_len=config.rollout.max_prompt_tokens + config.rollout.max_response_tokens,
         prefix_caching=section.prefix_caching,
+        batching=section.batching,
         seed=config.run.seed,
         threads=placement.inference_threads,
     )

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from inference import noise
+from inference.kernels.cpu_team import Team
 from inference.request import Request
 from inference.sampler import SamplingBatch, SamplingTable, kept_tokens, process, sample
 from olmorl.contract.generation import SamplingParams
@@ -60,10 +61,15 @@ def test_penalty_vector() -> None:
     assert logits.tolist() == [[2.0, -1, 0.5, 0]]
 
 
-def test_logprob_vectors() -> None:
+@pytest.fixture(scope="module", params=["torch", "compiled", "compiled_by_two"])
+def team(request: pytest.FixtureRequest) -> Team | None:
+    return {"torch": None, "compiled": Team(1), "compiled_by_two": Team(2)}[request.param]
+
+
+def test_logprob_vectors(team: Team | None) -> None:
     logits = torch.tensor([[2.0, 1, 0]]).repeat(4, 1)
     params = [SamplingParams(temperature=t, top_k=k) for t, k in ((1, 1), (0.5, 1), (1, 2), (0, 0))]
-    found = sample(logits, batch_of(params))
+    found = sample(logits, batch_of(params), team)
     np.testing.assert_allclose(found.raw_logprobs_R[[0, 1, 3]], -0.4076, atol=1e-4)
     np.testing.assert_allclose(found.logprobs_R[[0, 1, 3]], [0, 0, -0.4076], atol=1e-4)
     half = process(logits[:1], batch_of([SamplingParams(temperature=0.5)])).log_softmax(-1)
@@ -107,7 +113,7 @@ def test_support_equals_brute_force(exponents: list[int], top_k: int, top_p: flo
     assert support(probs, params) == brute_force(weights, top_k, top_p, min_p)
 
 
-def draws(logits_V: torch.Tensor, count: int, *, seed: int = 0, **rules: float) -> np.ndarray:
+def draws(logits_V: torch.Tensor, count: int, team: Team | None, *, seed: int = 0, **rules: float) -> np.ndarray:
     positions = np.arange(count)
     rows = 1 << 14
     key = np.array([noise.sequence_key((seed, 1), 0)], np.uint64)
@@ -122,16 +128,16 @@ def draws(logits_V: torch.Tensor, count: int, *, seed: int = 0, **rules: float) 
             np.full(size, rules.get("min_p", 0), np.float32),
             noise.row_words(np.repeat(key, size), part),
         )
-        found.append(sample(logits_V.expand(size, -1), batch).token_ids_R)
+        found.append(sample(logits_V.expand(size, -1), batch, team).token_ids_R)
     return np.concatenate(found)
 
 
 @pytest.mark.parametrize("rules", [{}, {"temperature": 0.7}, {"top_k": 4}, {"top_p": 0.8}, {"min_p": 0.2}])
-def test_frequencies(rules: dict[str, float]) -> None:
+def test_frequencies(team: Team | None, rules: dict[str, float]) -> None:
     logits = torch.randn(9, generator=torch.Generator().manual_seed(2)) * 1.5
     batch = batch_of([SamplingParams(**rules)])  # type: ignore[arg-type]
     expected = process(logits[None], batch)[0].softmax(-1).double().numpy()
-    counts = np.bincount(draws(logits, 100_000, **rules), minlength=9)
+    counts = np.bincount(draws(logits, 100_000, team, **rules), minlength=9)
     assert counts[expected == 0].sum() == 0
     kept = expected > 0
     frequencies = expected[kept] / expected[kept].sum() * counts.sum()
@@ -151,14 +157,70 @@ def test_a_rare_token_comes_at_its_rate() -> None:
     assert stats.poisson.cdf(hits, count * rare) > 1e-4 and stats.poisson.sf(hits - 1, count * rare) > 1e-4
 
 
-def test_extreme_bits_give_finite_noise_and_never_draw_a_masked_token() -> None:
+def test_each_rare_token_comes_at_its_rate_from_the_compiled_kernel() -> None:
+    """4095 tokens of probability 2**-20 beside one that has the rest."""
+    vocab_size, rows, rare = 4096, 2048, 2.0**-20
+    logits_VR = torch.zeros(vocab_size, rows)
+    logits_VR[77] = math.log((1 - (vocab_size - 1) * rare) / rare)
+    ones, zeros = np.ones(rows, np.float32), np.zeros(rows, np.int64)
+    counts = np.zeros(vocab_size, np.int64)
+    for seed in range(256):
+        words = noise.row_words(np.full(rows, noise.sequence_key((seed, 1), 0), np.uint64), np.arange(rows))
+        batch = SamplingBatch(ones, zeros, ones, zeros.astype(np.float32), words)
+        counts += np.bincount(sample(logits_VR.T, batch, Team(1)).token_ids_R, minlength=vocab_size)
+    expected = 256 * rows * rare
+    hits = counts.sum() - counts[77]
+    assert abs(hits - expected * (vocab_size - 1)) < 5 * math.sqrt(expected * vocab_size)
+    parts = np.delete(counts, 77).reshape(63, 65).sum(1)
+    assert stats.chisquare(parts).pvalue > 1e-4
+
+
+RULES = st.fixed_dictionaries(
+    {},
+    optional={
+        "temperature": st.sampled_from([0.0, 0.3, 1.0, 1.7]),
+        "top_k": st.integers(1, 9),
+        "top_p": st.sampled_from([0.1, 0.9]),
+        "min_p": st.sampled_from([0.05, 0.5]),
+        "repetition_penalty": st.sampled_from([0.7, 1.5]),
+        "frequency_penalty": st.sampled_from([-0.5, 1.0]),
+        "logprobs": st.integers(1, 3),
+    },
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(RULES, min_size=1, max_size=20), st.sampled_from([7, 64, 5000]), st.booleans(), st.integers(0, 1 << 30))
+def test_compiled_draws_the_tokens_of_its_twin(
+    rules: list[dict[str, float]], vocab_size: int, by_column: bool, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(len(rules), vocab_size, generator=generator) * 4
+    logits[:, 3] = -torch.inf
+    batch = batch_of(
+        [SamplingParams(seed=seed + i, **r) for i, r in enumerate(rules)],  # type: ignore[arg-type]
+        outputs=[[i % 7, 2, 2] for i in range(len(rules))],
+    )
+    given_logits = logits.T.contiguous().T if by_column else logits
+    before = given_logits.clone()
+    fast, slow = sample(given_logits, batch, Team(1)), sample(logits, batch)
+    assert torch.equal(given_logits, before)
+    np.testing.assert_array_equal(fast.token_ids_R, slow.token_ids_R)
+    np.testing.assert_allclose(fast.logprobs_R, slow.logprobs_R, atol=1e-5)
+    np.testing.assert_allclose(fast.raw_logprobs_R, slow.raw_logprobs_R, atol=1e-5)
+    assert fast.top.keys() == slow.top.keys()
+    for row, pairs in slow.top.items():
+        assert [token for token, _ in fast.top[row]] == [token for token, _ in pairs]
+
+
+def test_extreme_bits_give_finite_noise_and_never_draw_a_masked_token(team: Team | None) -> None:
     bits = torch.tensor([0, 1, 2**31, 2**32 - 2, 2**32 - 1])
     values = noise.exponential(bits)
     assert torch.isfinite(values).all() and (values > 0).all()
     assert (values[1:] >= values[:-1]).all(), "few bits set mean little noise: the winning tail is the precise one"
     assert torch.isfinite(-torch.log(values)).all()
     masked = torch.tensor([0.0, -torch.inf, -80.0])
-    assert (draws(masked, 1 << 17) == 0).all()
+    assert (draws(masked, 1 << 17, team) == 0).all()
 
 
 def test_noise_is_keyed_by_all_of_its_parts() -> None:
@@ -184,7 +246,7 @@ def test_noise_bits_are_uniform_across_rows_and_tokens() -> None:
     assert stats.chisquare(np.bincount(pairs.ravel(), minlength=256)).pvalue > 1e-4
 
 
-def test_rows_do_not_depend_on_their_neighbours() -> None:
+def test_rows_do_not_depend_on_their_neighbours(team: Team | None) -> None:
     generator = torch.Generator().manual_seed(1)
     params = [
         SamplingParams(seed=1),
@@ -195,26 +257,27 @@ def test_rows_do_not_depend_on_their_neighbours() -> None:
     ]
     logits = torch.randn(len(params), 11, generator=generator) * 3
     outputs = [[1], [2, 2], [3], [4, 5, 4], [6, 6]]
-    together = sample(logits, batch_of(params, outputs=outputs))
+    together = sample(logits, batch_of(params, outputs=outputs), team)
     for row, one in enumerate(params):
-        alone = sample(logits[row : row + 1], batch_of([one], outputs=[outputs[row]]))
+        alone = sample(logits[row : row + 1], batch_of([one], outputs=[outputs[row]]), team)
         assert alone.token_ids_R[0] == together.token_ids_R[row]
         assert alone.logprobs_R[0] == pytest.approx(together.logprobs_R[row], abs=1e-6)
     assert len(together.top[4]) == 2 and together.top[4][0][1] >= together.top[4][1][1]
 
 
-def test_broken_rows_are_told_apart() -> None:
-    logits = torch.zeros(4, 3)
+def test_broken_rows_are_told_apart(team: Team | None) -> None:
+    logits = torch.zeros(5, 3)
+    logits[4] = -torch.inf
     logits[1, 2] = torch.nan
     logits[2, 0] = torch.inf
     logits[3, 0] = -torch.inf
-    assert sample(logits, batch_of([SamplingParams()] * 4)).broken_R.tolist() == [False, True, True, False]
+    assert sample(logits, batch_of([SamplingParams()] * 5), team).broken_R.tolist() == [False, True, True, False, True]
 
 
-def test_greedy_takes_the_lowest_of_equals() -> None:
+def test_greedy_takes_the_lowest_of_equals(team: Team | None) -> None:
     logits = torch.zeros(1, 40)
     logits[0, [7, 21]] = 3
-    assert sample(logits, batch_of([SamplingParams(temperature=0)])).token_ids_R[0] == 7
+    assert sample(logits, batch_of([SamplingParams(temperature=0)]), team).token_ids_R[0] == 7
 
 
 def test_kept_tokens_always_keeps_one() -> None:

@@ -74,14 +74,18 @@ def test_info(worker: InferenceWorker) -> None:
     assert "model.layers.1.self_attn.k_proj.weight" in {spec.name for spec in info.tensors}
 
 
-def test_pause_stops_steps_and_keeps_requests(worker: InferenceWorker) -> None:
+def test_pause_stops_steps_and_keeps_requests(worker: InferenceWorker, model_folder: str) -> None:
     worker.submit([request(0)])
     worker.pause()
     steps = worker.drain(0.0).stats["steps"]
     assert not worker.wait_idle(0.05)
     assert worker.drain(0.0).stats["steps"] == steps
     worker.resume()
-    assert worker.wait_idle(30) and len(collect(worker, 4)) == 4
+    samples = collect(worker, 4)
+    assert worker.wait_idle(30) and len(samples) == 4
+    never_paused = LLM(model_folder).generate([[1, 10, 2, 11]], LONG)[0].samples
+    for sample in samples:
+        assert sample.token_ids.tolist() == never_paused[sample.sample_index].token_ids
 
 
 def test_abort_hands_back_what_there_is(worker: InferenceWorker) -> None:
@@ -126,7 +130,7 @@ def test_a_crash_of_the_engine_surfaces_in_every_call(worker: InferenceWorker) -
 
     thread = threading.Thread(target=drain)
     thread.start()
-    worker._engine.runner.pool = None  # type: ignore[assignment]
+    worker._engine.runner.pools = None  # type: ignore[assignment]
     worker.submit([request(0)])
     thread.join(10)
     assert len(waiting) == 1 and "the engine stopped" in str(waiting[0])
@@ -196,7 +200,7 @@ def test_broadcast_into_a_live_engine(worker: InferenceWorker, sender: Any, mode
     assert len(plan_buckets(worker.info().tensors, bucket_bytes=BUCKET_BYTES).buckets) > 3
     join(worker, sender, epoch=0, port=port)
     long = SamplingParams(n=32, seed=1, max_tokens=110, ignore_eos=True)
-    worker.submit([request(number, long) for number in range(4)])
+    worker.submit([request(number, long) for number in range(100)])  # more than can be done before the updates are
     reports = []
     for version in range(3):
         update = new_weights(worker, version)
@@ -206,8 +210,9 @@ def test_broadcast_into_a_live_engine(worker: InferenceWorker, sender: Any, mode
         reports.append(worker.commit_weights(version, checksums))
         assert reports[-1].checksum == worker.weights_checksum() == combine_checksums(checksums, worker.info().tensors)
         assert 0 < reports[-1].stall_seconds < 5 and reports[-1].receive_seconds > 0
-    samples = collect(worker, 128)
-    assert len(samples) == 128
+    worker.abort([str(number) for number in range(100)])
+    samples = collect(worker, 3200)
+    assert len(samples) == 3200
     versions = {version for sample in samples for version, _, _ in sample.version_spans}
     assert len(versions) > 1 and any(len(sample.version_spans) > 1 for sample in samples), "updates met live requests"
     for sample in samples:
@@ -216,7 +221,7 @@ def test_broadcast_into_a_live_engine(worker: InferenceWorker, sender: Any, mode
         assert [v for v, _, _ in sample.version_spans] == sorted({v for v, _, _ in sample.version_spans})
     cold = LLM(model_folder)
     cold.update_weights(((name, torch.from_numpy(array)) for name, array in update.items()), version=1)
-    worker.submit([request(9)])
+    worker.submit([request(100)])
     wanted = cold.generate([[1, 10, 2, 11]], LONG)[0].samples
     for sample in collect(worker, 4):
         assert sample.token_ids.tolist() == wanted[sample.sample_index].token_ids

@@ -1,5 +1,6 @@
 """The engine against transformers, float32: token for token, and logprob by logprob."""
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 
@@ -63,11 +64,25 @@ def test_chunks_blocks_and_second_pass(
 ) -> None:
     folder, model = family_model(name)
     llm = LLM(str(folder), max_tokens_per_step=chunk, block_size=block, prefix_caching=prefix_caching, max_num_seqs=4)
-    expected = [greedy(model, prompt) for prompt in prompts()]
+    whole = LLM(str(folder)).generate(prompts(), GREEDY)
     for _ in range(2):
-        outs = llm.generate(prompts(), GREEDY)
-        assert [out.samples[0].token_ids for out in outs] == expected
-    assert (llm.stats()["prefix_hits"] > 0) == prefix_caching
+        for prompt, out, one in zip(prompts(), llm.generate(prompts(), GREEDY), whole, strict=True):
+            assert out.samples[0].token_ids == greedy(model, prompt)
+            np.testing.assert_allclose(out.samples[0].raw_logprobs, one.samples[0].raw_logprobs, atol=2e-5)
+    if name == "llama":  # the window pool of so small an engine is reused at once
+        assert (llm.stats()["prefix_hits"] > 0) == prefix_caching
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_bfloat16_logprobs_are_near(family_model: Family, name: str) -> None:
+    folder, model = family_model(name)
+    llm = LLM(str(folder), dtype="bfloat16", block_size=4)
+    half = copy.deepcopy(model).to(torch.bfloat16)
+    for prompt in prompts()[3:]:
+        (found,) = llm.score([np.array(prompt)])
+        exact = reference_logprobs(model, prompt, [])
+        ours, theirs = np.abs(found - exact), np.abs(reference_logprobs(half, prompt, []) - exact)
+        assert ours.mean() < 1.5 * theirs.mean() + 0.01, "no further from float32 than transformers in bfloat16"
 
 
 @pytest.mark.parametrize("name", ["qwen3", "olmo2"])

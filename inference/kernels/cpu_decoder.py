@@ -1,0 +1,253 @@
+"""A whole step of the decoder as one compiled function that a team of threads enters together.
+
+Twin: `inference.model.decoder.Decoder.forward` in torch. Token arrays are [panel, feature, lane]; weights are
+addresses, read where the checkpoint's tensors lie, so an update in place needs nothing here.
+
+Suffixes: T tokens, M hidden size, H all heads, D head size, L layers, P panels, R rows of the block table, W its width.
+"""
+
+from typing import NamedTuple
+
+import numba
+import numpy as np
+
+from inference.kernels.cpu_attention import attend, norm_rope_store
+from inference.kernels.cpu_linear import gated_linear, linear
+from inference.kernels.cpu_math import FLAGS, floats
+from inference.kernels.cpu_team import meet, take
+from inference.kernels.cpu_tile import LANES
+
+PIECES_PER_LAYER = 5  # shared by counting: four products and attention
+_GROUP = 4  # tokens whose queries, keys and values are unpacked together
+_HALF = 8  # tokens normed together
+U = np.uint64
+
+
+class Shape(NamedTuple):
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    block_step: int
+    """bytes from a block of the pool to the next"""
+    num_positions: int
+    pre_norm: int
+    norm_heads: int
+    """0: queries and keys have no norm; 1: each head by itself; 2: the whole projection"""
+
+
+class LayerFields(NamedTuple):
+    """Columns of the table of layers, int64: addresses (0 is none), and the window (0 is none)."""
+
+    attention_norm: int = 0
+    qkv: int = 1
+    qkv_bias: int = 2
+    q_norm: int = 3
+    k_norm: int = 4
+    rope: int = 5
+    window: int = 6
+    out: int = 7
+    out_bias: int = 8
+    mlp_norm: int = 9
+    gate_up: int = 10
+    gate_up_bias: int = 11
+    down: int = 12
+    down_bias: int = 13
+
+
+class Step(NamedTuple):
+    token_ids_T: np.ndarray  # int64
+    positions_T: np.ndarray  # int64
+    rows_T: np.ndarray  # int64
+    slots_T: np.ndarray  # int64
+    table_RW: np.ndarray  # int32
+    window_slots_T: np.ndarray
+    window_table_RW: np.ndarray
+
+
+class Scratch(NamedTuple):
+    x: np.ndarray  # [P, M, lane], the residual stream
+    normed: np.ndarray  # [P, M, lane]
+    y: np.ndarray  # [P, M, lane], what attention or MLP adds
+    wide: np.ndarray  # [P, 2 * intermediate or all heads, lane]
+    attended: np.ndarray  # [P, query heads, lane]
+    qkv_THD: np.ndarray
+    scores: np.ndarray  # [thread, query heads, keys of a tile]
+    keys: np.ndarray  # [thread, D, lane]
+    out: np.ndarray  # [thread, query heads, D]
+
+
+FIELDS = LayerFields()
+
+
+@numba.njit(cache=True, nogil=True)
+def forward(  # type: ignore[no-untyped-def]
+    thread, threads, signals, shape, eps, layers_L, caches_L2, embedding, final_norm, step, scratch, hidden_TM
+):
+    tokens = len(step.token_ids_T)
+    x, y = scratch.x.ctypes.data, scratch.y.ctypes.data
+    wide, attended = scratch.wide.ctypes.data, scratch.attended.ctypes.data
+    model, width = shape.hidden_size, shape.num_heads * shape.head_dim
+    qkv_width = width + 2 * shape.num_kv_heads * shape.head_dim
+    panel, wide_panel = model * LANES, scratch.wide.shape[1] * LANES
+    source = scratch.normed.ctypes.data if shape.pre_norm else x
+    _embed(thread, threads, step.token_ids_T, embedding, scratch.x)
+    met = piece = 0
+    norm = 0
+    for index in range(len(layers_L)):
+        layer = layers_L[index]
+        if shape.pre_norm:
+            norm = layer[FIELDS.attention_norm]
+        if shape.pre_norm or index > 0:
+            _residual_norm(thread, threads, tokens, scratch, norm, eps, shape.pre_norm, index > 0)
+        met = meet(signals, threads, met)
+        linear(
+            signals, piece, threads, layer[FIELDS.qkv], layer[FIELDS.qkv_bias], qkv_width, model,
+            source, panel, wide, LANES, wide_panel, tokens,
+        )  # fmt: skip
+        met = meet(signals, threads, met)
+        _rope_store(thread, threads, shape, eps, layer, caches_L2[index], step, scratch)
+        met = meet(signals, threads, met)
+        _attention(thread, threads, signals, piece + 1, shape, layer[FIELDS.window], caches_L2[index], step, scratch)
+        met = meet(signals, threads, met)
+        linear(
+            signals, piece + 2, threads, layer[FIELDS.out], layer[FIELDS.out_bias], model, width,
+            attended, width * LANES, y, LANES, panel, tokens,
+        )  # fmt: skip
+        met = meet(signals, threads, met)
+        norm = layer[FIELDS.mlp_norm] if shape.pre_norm else layer[FIELDS.attention_norm]
+        _residual_norm(thread, threads, tokens, scratch, norm, eps, shape.pre_norm, True)
+        met = meet(signals, threads, met)
+        gated_linear(
+            signals, piece + 3, threads, layer[FIELDS.gate_up], layer[FIELDS.gate_up_bias], shape.intermediate_size,
+            model, source, panel, wide, wide_panel, tokens,
+        )  # fmt: skip
+        met = meet(signals, threads, met)
+        linear(
+            signals, piece + 4, threads, layer[FIELDS.down], layer[FIELDS.down_bias], model, shape.intermediate_size,
+            wide, wide_panel, y, LANES, panel, tokens,
+        )  # fmt: skip
+        met = meet(signals, threads, met)
+        norm = layer[FIELDS.mlp_norm]
+        piece += PIECES_PER_LAYER
+    if not shape.pre_norm:
+        _residual_norm(thread, threads, tokens, scratch, norm, eps, shape.pre_norm, True)
+    _residual_norm(thread, threads, tokens, scratch, final_norm, eps, 1, shape.pre_norm == 1)
+    _unpack(thread, threads, scratch.normed, hidden_TM)
+
+
+@numba.njit(cache=True, nogil=True)
+def head(thread, threads, signals, hidden_RM, weight, vocab_size, panels, logits_VR):  # type: ignore[no-untyped-def]
+    """logits = weight hidden; `panels` is scratch, and `logits_VR` has room for whole panels."""
+    rows, model = hidden_RM.shape
+    for row in range(thread, rows, threads):
+        for m in range(model):
+            panels[row // LANES, m, row % LANES] = hidden_RM[row, m]
+    meet(signals, threads, 0)
+    step = logits_VR.shape[1]
+    linear(
+        signals, 0, threads, weight, 0, vocab_size, model,
+        panels.ctypes.data, model * LANES, logits_VR.ctypes.data, step, LANES, rows,
+    )  # fmt: skip
+
+
+@numba.njit(cache=True, nogil=True)
+def _embed(thread, threads, token_ids_T, embedding, x):  # type: ignore[no-untyped-def]
+    """Empty lanes become 0: they are computed with the others, and numbers too small for the fast path are slow."""
+    tokens, size = len(token_ids_T), x.shape[1]
+    for t in range(thread * _HALF, (tokens + _HALF - 1) // _HALF * _HALF, threads * _HALF):
+        for lane in range(t, t + _HALF):
+            row = floats(embedding + 4 * token_ids_T[min(lane, tokens - 1)] * size, size)
+            keep = np.float32(1 if lane < tokens else 0)
+            for m in range(size):
+                x[lane // LANES, m, lane % LANES] = row[m] * keep
+
+
+@numba.njit(cache=True, nogil=True, fastmath=FLAGS)
+def _residual_norm(thread, threads, tokens, scratch, weight, eps, pre_norm, adds):  # type: ignore[no-untyped-def]
+    """x += y, normed = norm(x) where the norm comes first; x += norm(y) where it comes last."""
+    size = scratch.x.shape[1]
+    w = floats(weight, size)
+    for t in range(thread * _HALF, tokens, threads * _HALF):
+        lane = t % LANES
+        x = scratch.x[t // LANES]
+        y = scratch.y[t // LANES]
+        if pre_norm:
+            if adds:
+                for m in range(size):
+                    for j in range(_HALF):
+                        x[m, lane + j] += y[m, lane + j]
+            _norm(x, lane, w, eps, scratch.normed[t // LANES], False)
+        else:
+            _norm(y, lane, w, eps, x, True)
+
+
+@numba.njit(cache=True, nogil=True, fastmath=FLAGS)
+def _norm(x, lane, w, eps, out, adds):  # type: ignore[no-untyped-def]
+    size = len(w)
+    scale = np.zeros(_HALF, np.float32)
+    for m in range(size):
+        for j in range(_HALF):
+            scale[j] += x[m, lane + j] * x[m, lane + j]
+    for j in range(_HALF):
+        scale[j] = np.float32(1) / np.sqrt(scale[j] / np.float32(size) + np.float32(eps))
+    for m in range(size):
+        for j in range(_HALF):
+            value = w[m] * (x[m, lane + j] * scale[j])
+            out[m, lane + j] = out[m, lane + j] + value if adds else value
+
+
+@numba.njit(cache=True, nogil=True)
+def _unpack(thread, threads, normed, hidden_TM):  # type: ignore[no-untyped-def]
+    tokens, size = hidden_TM.shape
+    for t in range(thread * _HALF, tokens, threads * _HALF):
+        for lane in range(t, min(t + _HALF, tokens)):
+            for m in range(size):
+                hidden_TM[lane, m] = normed[lane // LANES, m, lane % LANES]
+
+
+@numba.njit(cache=True, nogil=True)
+def _rope_store(thread, threads, shape, eps, layer, cache_2, step, scratch):  # type: ignore[no-untyped-def]
+    tokens, half = len(step.token_ids_T), shape.head_dim // 2
+    qkv_TX = scratch.qkv_THD.reshape(len(scratch.qkv_THD), -1)
+    slots_T = step.slots_T if layer[FIELDS.window] == 0 else step.window_slots_T
+    for t in range(thread * _GROUP, tokens, threads * _GROUP):
+        wide, lane = scratch.wide[t // LANES], t % LANES
+        for f in range(qkv_TX.shape[1]):
+            for j in range(_GROUP):
+                qkv_TX[t + j, f] = wide[f, lane + j]
+        for one in range(t, min(t + _GROUP, tokens)):
+            cos = layer[FIELDS.rope] + 4 * step.positions_T[one] * half
+            norm_rope_store(
+                scratch.qkv_THD[one], shape.num_heads, shape.num_kv_heads, shape.norm_heads,
+                layer[FIELDS.q_norm], layer[FIELDS.k_norm], eps,
+                floats(cos, half), floats(cos + 4 * shape.num_positions * half, half),
+                cache_2[0], cache_2[1], shape.block_step, slots_T[one], shape.block_size,
+            )  # fmt: skip
+
+
+@numba.njit(cache=True, nogil=True)
+def _attention(thread, threads, signals, piece, shape, window, cache_2, step, scratch):  # type: ignore[no-untyped-def]
+    num_kv, head_dim = shape.num_kv_heads, shape.head_dim
+    tokens = len(step.token_ids_T)
+    table_RW = step.table_RW if window == 0 else step.window_table_RW
+    # All heads of a token together read a block in one go; few tokens are split, to have work for all threads.
+    parts = num_kv if threads > 1 and tokens < 4 * threads else 1
+    heads, kv_heads = shape.num_heads // parts, num_kv // parts
+    out_HD = scratch.out[thread]
+    while True:
+        item = take(signals, piece, 1)
+        if item >= tokens * parts:
+            return
+        t, part = item // parts, item % parts
+        attend(
+            scratch.qkv_THD[t, part * heads : (part + 1) * heads], part * kv_heads, kv_heads, cache_2[0], cache_2[1],
+            shape.block_step, shape.block_size, table_RW[step.rows_T[t]], step.positions_T[t], window,
+            scratch.scores[thread], scratch.keys[thread], out_HD,
+        )  # fmt: skip
+        attended, lane = scratch.attended[t // LANES], t % LANES
+        for h in range(heads):
+            for d in range(head_dim):
+                attended[U((part * heads + h) * head_dim + d), U(lane)] = out_HD[h, U(d)]

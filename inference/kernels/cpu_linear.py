@@ -1,0 +1,116 @@
+"""Linear layers over panels of tokens: which block shape for how many tokens, and how threads share the outputs.
+
+Tokens lie in panels of `LANES`: [panel, feature, lane]. All matrices and token arrays are addresses here, sizes count
+floats.
+"""
+
+import numba
+import numpy as np
+
+from inference.kernels.cpu_math import FLAGS, exp, floats
+from inference.kernels.cpu_team import take
+from inference.kernels.cpu_tile import LANES, WIDE, product
+
+_CHUNK = 24  # outputs taken at once are a multiple: every block height divides it
+_CHUNK_BYTES = 1 << 19  # weights of a chunk stay in the second-level cache while all tokens pass
+_PAGE = 4096
+
+
+@numba.njit(cache=True, nogil=True)
+def chunk_rows(num_rows, num_features, threads):  # type: ignore[no-untyped-def]
+    fair = num_rows // (threads * 8)
+    fitting = _CHUNK_BYTES // (4 * num_features)
+    return max(_CHUNK, min(fair, fitting) // _CHUNK * _CHUNK)
+
+
+@numba.njit(cache=True, nogil=True)
+def linear(  # type: ignore[no-untyped-def]
+    signals, piece, threads, weight, bias, num_rows, num_features, x, x_panel, out, out_step, out_panel, tokens
+):
+    """out = weight x + bias. `bias` may be 0; steps lead from a feature to the next, panels to the next panel."""
+    size = chunk_rows(num_rows, num_features, threads)
+    while True:
+        first = take(signals, piece, size)
+        if first >= num_rows:
+            return
+        rows = min(size, num_rows - first)
+        start = out + 4 * first * out_step
+        _rows(weight + 4 * first * num_features, num_features, x, x_panel, start, out_step, out_panel, rows, tokens)
+        if bias != 0:
+            _add_bias(floats(bias + 4 * first, rows), start, out_step, out_panel, tokens)
+
+
+@numba.njit(cache=True, nogil=True)
+def gated_linear(  # type: ignore[no-untyped-def]
+    signals, piece, threads, weight, bias, size, num_features, x, x_panel, out, panel, tokens
+):
+    """out[:size] = silu(gate x) * (up x); `weight` holds gate above up, and so does `out` for the time being."""
+    taken = chunk_rows(size, num_features, threads)
+    while True:
+        first = take(signals, piece, taken)
+        if first >= size:
+            return
+        rows = min(taken, size - first)
+        for row in (first, size + first):
+            start = out + 4 * row * LANES
+            _rows(weight + 4 * row * num_features, num_features, x, x_panel, start, LANES, panel, rows, tokens)
+            if bias != 0:
+                _add_bias(floats(bias + 4 * row, rows), start, LANES, panel, tokens)
+        for at in range(0, tokens, LANES):
+            start = out + 4 * (at // LANES * panel + first * LANES)
+            _gate(floats(start, rows * LANES), floats(start + 4 * size * LANES, rows * LANES))
+
+
+@numba.njit(cache=True, nogil=True, fastmath=FLAGS)
+def _gate(gate, up):  # type: ignore[no-untyped-def]
+    for i in range(len(gate)):
+        gate[i] = gate[i] / (np.float32(1) + exp(-gate[i])) * up[i]
+
+
+@numba.njit(cache=True, nogil=True)
+def _add_bias(bias, out, out_step, out_panel, tokens):  # type: ignore[no-untyped-def]
+    for at in range(0, tokens, LANES):
+        for n in range(len(bias)):
+            lanes = floats(out + 4 * (at // LANES * out_panel + n * out_step), LANES)
+            for lane in range(LANES):
+                lanes[lane] += bias[n]
+
+
+@numba.njit(cache=True, nogil=True)
+def _rows(w, count, x, x_panel, out, out_step, out_panel, rows, tokens):  # type: ignore[no-untyped-def]
+    """Blocks as high and wide as the registers allow; 8 tokens are the least that is computed."""
+    panels, rest = tokens // LANES, tokens % LANES
+    if rest > 8:
+        panels, rest = panels + 1, 0
+    ahead = 1 if 4 * count <= _PAGE else 0
+    p = 0
+    while p < panels:
+        left = panels - p
+        at, to = x + 4 * p * x_panel, out + 4 * p * out_panel
+        if WIDE == 16 and left >= 4:
+            product(w, count, count, at, LANES, x_panel, to, out_step, out_panel, rows // 6, ahead, 6, 4, 16)
+            done, taken = rows // 6 * 6, 4
+        elif WIDE == 16 and left == 3:
+            product(w, count, count, at, LANES, x_panel, to, out_step, out_panel, rows // 8, ahead, 8, 3, 16)
+            done, taken = rows // 8 * 8, 3
+        elif WIDE == 16 and left == 2:
+            product(w, count, count, at, LANES, x_panel, to, out_step, out_panel, rows // 12, ahead, 12, 2, 16)
+            done, taken = rows // 12 * 12, 2
+        elif WIDE == 16:
+            product(w, count, count, at, LANES, x_panel, to, out_step, out_panel, rows // 12, ahead, 12, 1, 16)
+            done, taken = rows // 12 * 12, 1
+        else:
+            product(w, count, count, at, LANES, x_panel, to, out_step, out_panel, rows // 6, ahead, 6, 2, 8)
+            done, taken = rows // 6 * 6, 1
+        for panel in range(p, p + taken if done < rows else p):
+            at, to = x + 4 * panel * x_panel, out + 4 * (panel * out_panel + done * out_step)
+            tail = w + 4 * done * count
+            product(tail, count, count, at, LANES, x_panel, to, out_step, out_panel, rows - done, 0, 1, 2, 8)
+        p += taken
+        ahead = 0  # later panels find the weights in the cache
+    if rest:
+        at, to = x + 4 * p * x_panel, out + 4 * p * out_panel
+        done = rows // 12 * 12
+        product(w, count, count, at, LANES, x_panel, to, out_step, out_panel, rows // 12, ahead, 12, 1, 8)
+        tail, to = w + 4 * done * count, to + 4 * done * out_step
+        product(tail, count, count, at, LANES, x_panel, to, out_step, out_panel, rows - done, 0, 1, 1, 8)

@@ -1,0 +1,54 @@
+"""Elementwise pieces that every compiled kernel shares: exp in a form that vectorises, arrays at an address."""
+
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+FLAGS = {"reassoc", "contract", "nsz", "arcp"}
+"""Floating-point freedom of the kernels: sums may be reordered, NaN and infinity keep their meaning."""
+
+
+@intrinsic
+def _float_of_bits(typing_context, bits):  # type: ignore[no-untyped-def]
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.FloatType())
+
+    return types.float32(types.int32), generate
+
+
+@intrinsic
+def _pointer(typing_context, address):  # type: ignore[no-untyped-def]
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], ir.FloatType().as_pointer())
+
+    return types.CPointer(types.float32)(types.int64), generate
+
+
+@numba.njit(cache=True, nogil=True)
+def floats(address, count):  # type: ignore[no-untyped-def]
+    """The float32 array at an address."""
+    return numba.carray(_pointer(address), (count,))
+
+
+@numba.njit(cache=True, nogil=True, fastmath=FLAGS)
+def exp(x):  # type: ignore[no-untyped-def]
+    """To about 1 ulp for x in [-87, 88], clamped outside; NaN stays NaN."""
+    if x < np.float32(-87.0):  # not max() and min(), which would swallow a NaN
+        x = np.float32(-87.0)
+    if x > np.float32(88.0):
+        x = np.float32(88.0)
+    whole = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
+    r = x - whole * np.float32(0.693359375)
+    r = r + whole * np.float32(2.12194440e-4)
+    p = np.float32(1.9875691500e-4)
+    p = p * r + np.float32(1.3981999507e-3)
+    p = p * r + np.float32(8.3334519073e-3)
+    p = p * r + np.float32(4.1665795894e-2)
+    p = p * r + np.float32(1.6666665459e-1)
+    p = p * r + np.float32(5.0000001201e-1)
+    power = _float_of_bits((np.int32(whole) + np.int32(127)) << np.int32(23))
+    return (p * r * r + r + np.float32(1.0)) * power

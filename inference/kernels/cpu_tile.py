@@ -1,0 +1,186 @@
+"""A register-blocked product of a few weight rows with a few vectors of tokens, written in LLVM's own terms.
+
+Matrix libraries are made for large products; a decode step multiplies by 1 to 64 tokens, and there they reach half of
+what the core can do. Here a weight is broadcast and a vector of tokens loaded, so that neither needs repacking: weights
+stay as the checkpoint has them, tokens lie in panels of `LANES`.
+
+Every output element is one chain of fused multiply-adds in the order of the input features, whatever the shape of the
+block it was computed in. A token's result is therefore bitwise the same alone and in any batch.
+
+numba's cache on disk does not notice a change of this file in kernels of other files; after one, remove __pycache__.
+"""
+
+from typing import Any
+
+from llvmlite import binding, ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+LANES = 16  # tokens of a panel: neighbours in memory
+WIDE = 16 if binding.get_host_cpu_features().get("avx512f", False) else 8  # floats of a vector register
+
+_F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+_BYTE_POINTER = ir.IntType(8).as_pointer()
+
+
+@intrinsic(prefer_literal=True)
+def product(  # type: ignore[no-untyped-def]
+    typing_context,
+    weights,
+    weight_step,
+    count,
+    tokens,
+    token_step,
+    token_panel,
+    out,
+    out_step,
+    out_panel,
+    num_blocks,
+    ahead,
+    rows,
+    vectors,
+    lanes,
+):
+    """`num_blocks` blocks of `rows` outputs for `vectors` vectors of `lanes` tokens; addresses, and steps in floats.
+
+    `ahead` 1 asks for the weights of the next block while this one is computed, 0 does not: rows shorter than a memory
+    page end before the hardware sees the pattern.
+    """
+    shape = [t.literal_value for t in (rows, vectors, lanes)]
+    signature = types.void(*[types.int64] * 11, rows, vectors, lanes)
+
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        weights, weight_step, count, tokens, token_step, token_panel, out, out_step, out_panel, blocks, ahead = args[
+            :11
+        ]
+        with cgutils.for_range(builder, blocks) as loop:
+            first = builder.mul(loop.index, _int(shape[0]))
+            block = _offset(builder, weights, builder.mul(first, weight_step))
+            following = _offset(builder, block, builder.mul(ahead, builder.mul(weight_step, _int(shape[0]))))
+            _tile(
+                builder,
+                shape,
+                (block, weight_step, count),
+                (tokens, token_step, token_panel),
+                (_offset(builder, out, builder.mul(first, out_step)), out_step, out_panel),
+                wanted=[(following, _int(shape[0]))],
+            )
+        return _context.get_dummy_value()
+
+    return signature, generate
+
+
+@intrinsic(prefer_literal=True)
+def accumulate(  # type: ignore[no-untyped-def]
+    typing_context, weights, weight_step, count, tokens, token_step, out, out_step, wanted, rows, vectors, lanes, resume
+):
+    """One block over adjacent vectors; with `resume` 1 its sums go on from what `out` holds.
+
+    From each of the addresses `wanted` (a tuple), `count` cache lines are asked for meanwhile.
+    """
+    shape = [t.literal_value for t in (rows, vectors, lanes)]
+    resumes = bool(resume.literal_value)
+    signature = types.void(*[types.int64] * 7, wanted, rows, vectors, lanes, resume)
+
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        weights, weight_step, count, tokens, token_step, out, out_step = args[:7]
+        lines = [(address, _int(16)) for address in cgutils.unpack_tuple(builder, args[7])]
+        panel = _int(LANES)
+        _tile(
+            builder,
+            shape,
+            (weights, weight_step, count),
+            (tokens, token_step, panel),
+            (out, out_step, panel),
+            wanted=lines,
+            resume=resumes,
+        )
+        return _context.get_dummy_value()
+
+    return signature, generate
+
+
+def _tile(
+    builder: Any,
+    shape: list[int],
+    weights: Any,
+    tokens: Any,
+    out: Any,
+    *,
+    wanted: list[tuple[Any, Any]],
+    resume: bool = False,
+) -> None:
+    """`wanted`: addresses to prefetch from, and how many floats further each next one is."""
+    rows, vectors, lanes = shape
+    vector = ir.VectorType(_F32, lanes)
+    module = builder.module
+    fused = cgutils.get_or_insert_function(module, ir.FunctionType(vector, [vector] * 3), f"llvm.fma.v{lanes}f32")
+    weight_rows = [
+        builder.inttoptr(_offset(builder, weights[0], builder.mul(weights[1], _int(r))), _F32.as_pointer())
+        for r in range(rows)
+    ]
+    token_vectors = [builder.inttoptr(p, _F32.as_pointer()) for p in _vectors(builder, tokens[0], tokens[2], shape)]
+    out_vectors = [
+        [builder.inttoptr(p, vector.as_pointer()) for p in _vectors(builder, start, out[2], shape)]
+        for start in (_offset(builder, out[0], builder.mul(out[1], _int(r))) for r in range(rows))
+    ]
+    zero = ir.Constant(vector, [0.0] * lanes)
+    starts = [[builder.load(p, align=4) if resume else zero for p in row] for row in out_vectors]
+
+    entry, body, done = builder.block, builder.append_basic_block("sum"), builder.append_basic_block("store")
+    builder.branch(body)
+    builder.position_at_end(body)
+    index = builder.phi(_I64)
+    index.add_incoming(_int(0), entry)
+    sums = [[builder.phi(vector) for _ in range(vectors)] for _ in range(rows)]
+    for address, step in wanted:
+        _prefetch(builder, _offset(builder, address, builder.mul(index, step)))
+    at = builder.mul(index, tokens[1])
+    xs = [builder.load(builder.bitcast(builder.gep(p, [at]), vector.as_pointer()), align=4) for p in token_vectors]
+    results = []
+    for r in range(rows):
+        w = _broadcast(builder, builder.load(builder.gep(weight_rows[r], [index]), align=4), vector)
+        results.append([builder.call(fused, [w, x, total]) for x, total in zip(xs, sums[r], strict=True)])
+    following_index = builder.add(index, _int(1))
+    index.add_incoming(following_index, body)
+    for r in range(rows):
+        for v in range(vectors):
+            sums[r][v].add_incoming(starts[r][v], entry)
+            sums[r][v].add_incoming(results[r][v], body)
+    builder.cbranch(builder.icmp_signed("<", following_index, weights[2]), body, done)
+    builder.position_at_end(done)
+    for r in range(rows):
+        for v in range(vectors):
+            builder.store(results[r][v], out_vectors[r][v], align=4)
+
+
+def _vectors(builder: Any, start: Any, panel: Any, shape: list[int]) -> list[Any]:
+    """Addresses of the vectors of a block: along a panel, then in the next."""
+    _, vectors, lanes = shape
+    each = LANES // lanes
+    return [
+        _offset(builder, start, builder.add(builder.mul(panel, _int(v // each)), _int(v % each * lanes)))
+        for v in range(vectors)
+    ]
+
+
+def _offset(builder: Any, address: Any, floats: Any) -> Any:
+    return builder.add(address, builder.shl(floats, _int(2)))
+
+
+def _int(value: int) -> Any:
+    return ir.Constant(_I64, value)
+
+
+def _broadcast(builder: Any, value: Any, vector: Any) -> Any:
+    undefined = ir.Constant(vector, ir.Undefined)
+    first = builder.insert_element(undefined, value, ir.Constant(_I32, 0))
+    return builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(_I32, vector.count), [0] * vector.count))
+
+
+def _prefetch(builder: Any, address: Any) -> None:
+    kind = ir.FunctionType(ir.VoidType(), [_BYTE_POINTER, _I32, _I32, _I32])
+    prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+    read, second_level, data = (ir.Constant(_I32, value) for value in (0, 2, 1))
+    builder.call(prefetch, [builder.inttoptr(address, _BYTE_POINTER), read, second_level, data])

@@ -1,0 +1,99 @@
+"""How long a scheduler will only decode: simulators then leap over that many steps at once.
+
+Decoding on is all that happens while no sequence ends, none is admitted, and no block has to be taken from anybody.
+What a sequence draws does not matter here, only when it ends. No torch here.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from inference.request import Sequence
+
+if TYPE_CHECKING:
+    from inference.scheduler import Scheduler
+
+
+def last_length(sequence: Sequence) -> int:
+    return sequence.max_tokens
+
+
+def steps_until_change(scheduler: "Scheduler", *, ends_at: Callable[[Sequence], int] = last_length) -> int:
+    """The number of next steps in which each running sequence, and nobody else, computes one token.
+
+    Each draws one token a step and ends with `ends_at` tokens; the last of the steps is the one that ends a sequence.
+    Never too many. Too few only in three corners. A prompt's very last token, computed by itself while group mates wait
+    for it, counts as a change, and so does dropping prompts kept for later. And where somebody waits for blocks with a
+    row free, and prefix caching is on, what the cache will hold by then may let him in: the steps up to the next full
+    block are promised and no more.
+    """
+    running = scheduler.running
+    if not running or len(running) > scheduler.max_tokens_per_step:
+        return 0
+    if any(s.num_tokens - s.num_computed != 1 or (s.request.leader is s and s.request.waiting) for s in running):
+        return 0
+    steps = min(ends_at(sequence) - sequence.num_tokens for sequence in running)
+    steps = min(steps, _steps_with_blocks(scheduler, steps))
+    if steps > 0 and scheduler.waiting and scheduler.free_rows:
+        if _admits_next(scheduler):
+            return 0
+        if scheduler.prefix_caching:
+            size = scheduler.block_size
+            publishing = [size - s.num_computed % size for s in running if s.publishable]
+            steps = min([steps, *publishing])
+    return max(steps, 0)
+
+
+def leap(scheduler: "Scheduler", steps: int, *, token: int = 0) -> None:
+    """The state after that many steps of mere decoding, each of which drew `token`. Block numbers may differ."""
+    assert 0 <= steps <= steps_until_change(scheduler), f"{steps} steps are more than lie ahead"
+    while steps:
+        stride = min(steps, scheduler.block_size)  # a longer one could overtake a sliding window
+        for sequence in scheduler.running:
+            grown = scheduler.kv.grow(sequence, sequence.num_computed + stride, [], [])
+            assert grown, "blocks were counted"
+            sequence.token_ids += [token] * stride
+            scheduler.computed(sequence, stride)
+        steps -= stride
+
+
+def _steps_with_blocks(scheduler: "Scheduler", steps: int) -> int:
+    """The most steps, up to `steps`, for which free blocks suffice."""
+    free = scheduler.allocator.num_free
+    if scheduler.kv.window_allocator is not None and any(r.shared_prompt is not None for r in scheduler.waiting):
+        free = min(free, scheduler.kv.window_allocator.num_free)
+    low, high = 0, max(steps, 0)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if blocks_needed(scheduler, middle) <= free:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def blocks_needed(scheduler: "Scheduler", steps: int) -> int:
+    """Blocks that the running sequences take from the pool in that many steps of decoding."""
+    kv, needed = scheduler.kv, 0
+    writers: Counter[int] = Counter()
+    for sequence in scheduler.running:
+        needed += max(0, kv.count(sequence.num_computed + steps) - len(sequence.blocks))
+        first = sequence.num_computed // kv.block_size
+        if first < sequence.num_shared:
+            writers[sequence.blocks[first]] += 1
+    # Of those who share a block and write into it, the last one left alone keeps it.
+    return needed + sum(min(count, scheduler.allocator.ref_counts[block] - 1) for block, count in writers.items())
+
+
+def _admits_next(scheduler: "Scheduler") -> bool:
+    """Whether the next step would admit, once the running sequences have taken the blocks they need in it."""
+    request = scheduler.waiting[0]
+    sequence = request.waiting[0]
+    taken = blocks_needed(scheduler, 1)
+    if request.shared_prompt is not None and sequence.num_output == 0:
+        return scheduler.has_room(taken + 1)
+    if scheduler.max_tokens_per_step == len(scheduler.running):
+        return False
+    return scheduler.has_room(taken + 1) and scheduler.has_room_for(
+        sequence, scheduler.find_prefix(sequence), taken=taken
+    )

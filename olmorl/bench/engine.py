@@ -1,0 +1,119 @@
+"""The engine on a recorded load: tokens a second, and how much of what the device can do that is.
+
+A load is a list of {"prompt": [ids], "max_tokens": n, "group": g}; entries of one group share their prompt and are
+samples of one request. EOS is ignored, so that every run does the same work.
+"""
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from olmorl.contract.errors import ConfigError
+from olmorl.contract.generation import SamplingParams
+
+if TYPE_CHECKING:
+    from inference.llm import LLM
+
+_ENTRY = {"prompt": list, "max_tokens": int, "group": int}
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    prompt: list[int]
+    lengths: list[int]
+
+
+@dataclass(slots=True)
+class Spent:
+    """What some steps took together."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    flops: float = 0.0
+    bytes: float = 0.0
+
+
+def read_workload(path: Path) -> list[Group]:
+    try:
+        entries = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} is not a workload: {error}") from None
+    if not isinstance(entries, list) or not entries:
+        raise ConfigError(f"{path} is not a workload: it must be a list of entries, and not an empty one")
+    groups: dict[int, Group] = {}
+    for index, entry in enumerate(entries):
+        for name, kind in _ENTRY.items():
+            if not isinstance(entry, dict) or not isinstance(entry.get(name), kind):
+                raise ConfigError(f'{path}: entry {index} lacks {name!r}; an entry has "prompt", "max_tokens", "group"')
+        group = groups.setdefault(entry["group"], Group(entry["prompt"], []))
+        if group.prompt != entry["prompt"]:
+            raise ConfigError(f"{path}: entry {index} has another prompt than its group {entry['group']}")
+        group.lengths.append(entry["max_tokens"])
+    return list(groups.values())
+
+
+def bench_engine(model: str, workload: Path, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Loading and one warm-up are not timed. `options` are fields of EngineConfig."""
+    groups = read_workload(workload)
+    from inference.llm import LLM
+
+    llm = LLM(model, **options)
+    _warm_up(llm, groups[0])
+    flops, bandwidth, source = llm.device_peaks()
+    before = llm.stats()
+    started = time.perf_counter()
+    for seed, group in enumerate(groups):
+        params = SamplingParams(n=len(group.lengths), max_tokens=max(group.lengths), ignore_eos=True, seed=seed)
+        llm.add_request(group.prompt, params, lengths=group.lengths)
+    decode, prefill = _run(llm)
+    seconds = time.perf_counter() - started
+    after = llm.stats()
+    total = {name: after[name] - before[name] for name in after}
+    result = {
+        "output_tokens": int(total["output_tokens"]),
+        "seconds": seconds,
+        "tokens_per_second": total["output_tokens"] / seconds,
+        "prefill_tokens_computed": int(total["prefill_tokens_computed"]),
+        "prefill_tokens_shared": int(total["prefill_tokens_shared"]),
+        "mean_live_batch": total["live_batch_sum"] / total["steps"],
+        "slot_waste": 1 - total["slot_steps_used"] / total["slot_steps"],
+        "steps": int(total["steps"]),
+        "mfu": total["flops"] / seconds / flops,
+        "mbu": total["bytes"] / seconds / bandwidth,
+        "peak_gbs": bandwidth / 1e9,
+        "peak_tflops": flops / 1e12,
+        "peak_source": source,
+        "preemptions": int(total["preemptions"]),
+    }
+    for name, spent in (("decode", decode), ("prefill", prefill)):
+        busy = spent.seconds or float("inf")
+        result[f"{name}_steps"] = spent.steps
+        result[f"{name}_seconds"] = spent.seconds
+        result[f"{name}_mfu"] = spent.flops / busy / flops
+        result[f"{name}_mbu"] = spent.bytes / busy / bandwidth
+    return result
+
+
+def _warm_up(llm: "LLM", group: Group) -> None:
+    """Compiles what will be needed, with a prompt that leaves nothing for the load in the prefix cache."""
+    prompt = [(group.prompt[0] + 1) % llm.engine.vocab_size, *group.prompt[1:]]
+    llm.generate([prompt], SamplingParams(n=min(len(group.lengths), 8), max_tokens=4, ignore_eos=True))
+
+
+def _run(llm: "LLM") -> tuple[Spent, Spent]:
+    """Steps that only decoded, and steps that computed any token of a prompt."""
+    decode, prefill = Spent(), Spent()
+    now, stats = time.perf_counter(), llm.stats()
+    while llm.has_unfinished():
+        llm.step()
+        then, before = now, stats
+        now, stats = time.perf_counter(), llm.stats()
+        spent = prefill if stats["prefill_tokens_computed"] > before["prefill_tokens_computed"] else decode
+        spent.steps += 1
+        spent.seconds += now - then
+        spent.flops += stats["flops"] - before["flops"]
+        spent.bytes += stats["bytes"] - before["bytes"]
+    return decode, prefill

@@ -1,0 +1,60 @@
+"""`olmorl bench`: measure a part of the system on this machine, print a table, write the figures."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(help="Measure the parts of the system on this machine.", no_args_is_help=True, rich_markup_mode=None)
+
+
+@app.command()
+def engine(
+    model: Annotated[str, typer.Option(help="Hugging Face folder or hub id.")],
+    workload: Annotated[Path, typer.Option(help='JSON list of {"prompt": [ids], "max_tokens": n, "group": g}.')],
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the figures here.")] = None,
+    batching: Annotated[
+        str, typer.Option(help="continuous, or static: the baseline on the same kernels.")
+    ] = "continuous",
+    dtype: str = "float32",
+    device: str = "cpu",
+    max_num_seqs: int = 64,
+    kv_cache_tokens: int = 65536,
+    block_size: int = 16,
+    max_tokens_per_step: int = 2048,
+    max_model_len: int | None = None,
+    prefix_caching: bool = True,
+    kernels: Annotated[str, typer.Option(help="auto, or torch: the definitions, uncompiled.")] = "auto",
+    deterministic: Annotated[bool, typer.Option(help="Bitwise the same in any batch, or an error.")] = False,
+    quantization: str | None = None,
+    seed: int = 0,
+    threads: Annotated[int | None, typer.Option(help="CPU threads; all cores if not given.")] = None,
+) -> None:
+    """Tokens a second of the engine on a load, and its share of what the device can do. EOS is ignored."""
+    from olmorl.bench.engine import bench_engine
+
+    options = {
+        "batching": batching,
+        "dtype": dtype,
+        "device": device,
+        "max_num_seqs": max_num_seqs,
+        "kv_cache_tokens": kv_cache_tokens,
+        "block_size": block_size,
+        "max_tokens_per_step": max_tokens_per_step,
+        "max_model_len": max_model_len,
+        "prefix_caching": prefix_caching,
+        "kernels": kernels,
+        "deterministic": deterministic,
+        "quantization": quantization,
+        "seed": seed,
+        "threads": threads,
+    }
+    _report(bench_engine(model, workload, options), json_file)
+
+
+def _report(figures: dict[str, Any], json_file: Path | None) -> None:
+    for name, value in figures.items():
+        print(f"{name:24} {value:.4g}" if isinstance(value, float) else f"{name:24} {value}")
+    if json_file is not None:
+        json_file.write_text(json.dumps(figures, indent=1) + "\n")

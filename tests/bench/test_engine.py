@@ -1,0 +1,74 @@
+"""`olmorl bench engine` on a small model: the figures it must have, and that they add up."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from olmorl.bench.engine import read_workload
+from olmorl.cli.main import run
+from olmorl.contract.errors import ConfigError
+
+KEYS = {
+    "output_tokens", "seconds", "tokens_per_second", "prefill_tokens_computed", "prefill_tokens_shared",
+    "mean_live_batch", "slot_waste", "steps", "mfu", "mbu", "peak_gbs", "peak_tflops", "preemptions",
+}  # fmt: skip
+LOAD = [
+    {"prompt": [5, 6, 7, 8, 9], "max_tokens": 9, "group": 0},
+    {"prompt": [5, 6, 7, 8, 9], "max_tokens": 2, "group": 0},
+    {"prompt": [5, 6, 7, 8, 9], "max_tokens": 4, "group": 0},
+    {"prompt": [1, 2, 3], "max_tokens": 1, "group": 7},
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=64, eos_token_id=3,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("model")
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+def bench(model: str, folder: Path, *flags: str) -> dict[str, Any]:
+    (folder / "load.json").write_text(json.dumps(LOAD))
+    out = folder / "out.json"
+    command = ["bench", "engine", "--model", model, "--workload", str(folder / "load.json"), "--json", str(out)]
+    assert run([*command, "--threads", "1", "--kv-cache-tokens", "512", *flags]) == 0
+    return json.loads(out.read_text())
+
+
+def test_continuous(model: str, tmp_path: Path) -> None:
+    out = bench(model, tmp_path)
+    assert set(out) >= KEYS
+    assert out["output_tokens"] == 9 + 2 + 4 + 1
+    assert (out["prefill_tokens_computed"], out["prefill_tokens_shared"]) == (5 + 3, 2 * 5)
+    assert out["steps"] == 9 == out["decode_steps"] + out["prefill_steps"]
+    assert out["mean_live_batch"] == pytest.approx(16 / 9)
+    assert out["slot_waste"] == 0 and out["preemptions"] == 0
+    assert 0 < out["mfu"] < 1 and 0 < out["mbu"] < 1 and out["peak_gbs"] > 0 and out["peak_tflops"] > 0
+    assert out["tokens_per_second"] == pytest.approx(out["output_tokens"] / out["seconds"])
+
+
+def test_static_wastes_the_slots_of_short_samples(model: str, tmp_path: Path) -> None:
+    out = bench(model, tmp_path, "--batching", "static", "--max-num-seqs", "4", "--deterministic")
+    assert out["output_tokens"] == 16
+    assert out["slot_waste"] == pytest.approx(1 - 16 / 36)
+
+
+def test_a_bad_load_is_a_config_error(tmp_path: Path) -> None:
+    path = tmp_path / "load.json"
+    bad = [None, [], {}, [{"prompt": [1], "max_tokens": 2}], [LOAD[0], LOAD[3] | {"group": 0}]]
+    for entries in bad:
+        path.write_text(json.dumps(entries))
+        with pytest.raises(ConfigError):
+            read_workload(path)
+    with pytest.raises(ConfigError):
+        read_workload(tmp_path / "missing.json")
+    assert run(["bench", "engine", "--model", "x", "--workload", str(tmp_path / "missing.json")]) == 2
