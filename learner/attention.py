@@ -4,6 +4,8 @@ A dense block-diagonal mask costs N² for N tokens; one call a document costs hu
 are short. So documents of like length share one padded call. Padding stands behind each document, where a causal mask
 hides it from every real token, and it is dropped on the way out.
 
+A GPU in half precision needs none of that: one flash kernel takes documents of any lengths.
+
 Shapes: N tokens of the micro-batch, P tokens with padding, B documents of a group, L their padded length,
 H query heads, K key/value heads, D head dimension.
 """
@@ -15,6 +17,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from olmorl.contract.errors import ModelError
@@ -31,6 +34,7 @@ class DocumentLayout:
     slots_N: Tensor
     groups: tuple[tuple[int, int], ...]  # (documents, padded length), one behind the other in P
     lengths: tuple[int, ...]
+    starts: Tensor  # int32, cumulative lengths, what the flash kernel reads
 
     @property
     def num_padded(self) -> int:
@@ -56,7 +60,8 @@ class DocumentLayout:
                 last += 1
             groups.append((last - first, longest))
             first = last
-        return cls(torch.from_numpy(slots).to(device), tuple(groups), tuple(int(n) for n in lengths))
+        starts = torch.from_numpy(document_starts.astype(np.int32)).to(device)
+        return cls(torch.from_numpy(slots).to(device), tuple(groups), tuple(int(n) for n in lengths), starts)
 
 
 class _Pad(torch.autograd.Function):
@@ -106,6 +111,9 @@ def document_attention(
     unsupported = [name for name in ("softcap", "s_aux", "position_bias") if rest.get(name) is not None]
     if unsupported:
         raise ModelError(f"the model's attention wants {', '.join(unsupported)}, which the learner does not support")
+    if query_1HND.is_cuda and query_1HND.dtype in (torch.float16, torch.bfloat16):
+        q_NHD, k_NKD, v_NKD = (x[0].transpose(0, 1) for x in (query_1HND, key_1KND, value_1KND))
+        return _flash_attention(q_NHD, k_NKD, v_NKD, layout, scaling=scaling, window=sliding_window)[None], None
     q_PHD, k_PKD, v_PKD = (
         _Pad.apply(x[0].transpose(0, 1), layout.slots_N, layout.num_padded) for x in (query_1HND, key_1KND, value_1KND)
     )
@@ -129,6 +137,27 @@ def document_attention(
         outputs.append(out_BHLD.transpose(1, 2).flatten(0, 1))
         offset = rows.stop
     return _Unpad.apply(torch.cat(outputs), layout.slots_N)[None], None
+
+
+def _flash_attention(
+    q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, layout: DocumentLayout, *, scaling: float | None, window: int | None
+) -> Tensor:
+    """[N, H, D]; no padding, one kernel. A window counts the query itself, the kernel's counts what lies before it."""
+    longest = max(layout.lengths)
+    out_NHD = varlen_attn(
+        q_NHD.contiguous(),
+        k_NKD.contiguous(),
+        v_NKD.contiguous(),
+        layout.starts,
+        layout.starts,
+        longest,
+        longest,
+        scale=scaling,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=q_NHD.shape[1] != k_NKD.shape[1],
+    )
+    assert isinstance(out_NHD, Tensor), "without return_aux there is one result"
+    return out_NHD
 
 
 def window_mask(length: int, window: int | None, *, device: torch.device) -> Tensor:

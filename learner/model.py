@@ -8,6 +8,8 @@ Parameters are held in float32, whatever the compute dtype: an update of 1e-6 is
 Shapes: N tokens of a packed micro-batch, R positions to be scored, E width.
 """
 
+import math
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -105,6 +107,8 @@ def _check_config(config: PreTrainedConfig) -> None:
 def shard(policy: PolicyModel, mesh: DeviceMesh, *, compute_dtype: torch.dtype) -> PolicyModel:
     """Shard every decoder layer, then the rest, over `mesh`. Gradients are summed over ranks, never averaged.
 
+    A mesh of two dimensions is (replicas, shards): gathers stay among the shards, gradients are also summed over replicas.
+
     On one rank parameters stay together after the forward: there is nobody to share the memory with.
     """
     if compute_dtype == torch.float32:
@@ -148,13 +152,30 @@ def decoder_layers(policy: PolicyModel) -> nn.ModuleList:
 def forward_flops(policy: PolicyModel, lengths: tuple[int, ...], *, num_scored: int) -> float:
     """2 FLOPs per weight and token, 4 per attended pair, query head and head dimension; rows looked up are free."""
     config = policy.config
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     pairs = sum(_attended_pairs(length, window) for window in layer_windows(config) for length in lengths)
     return (
         2.0 * policy.num_body_parameters * sum(lengths)
         + 2.0 * policy.num_head_parameters * num_scored
-        + 4.0 * config.num_attention_heads * head_dim * pairs
+        + _flops_per_pair(config) * pairs
     )
+
+
+def attention_tokens(policy: PolicyModel) -> float:
+    """Length at which a sample's attention costs as many FLOPs as the weights; infinite where it never does.
+
+    Of a sliding layer every token attends about a window, which is a cost per token, as that of the weights.
+    """
+    windows = layer_windows(policy.config)
+    per_pair = _flops_per_pair(policy.config)
+    per_token = 2.0 * (policy.num_body_parameters + policy.num_head_parameters)
+    per_token += per_pair * sum(window for window in windows if window is not None)
+    quadratic = per_pair * windows.count(None) / 2
+    return per_token / quadratic if quadratic else math.inf
+
+
+def _flops_per_pair(config: PreTrainedConfig) -> float:
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 4.0 * config.num_attention_heads * head_dim
 
 
 def layer_windows(config: PreTrainedConfig) -> list[int | None]:

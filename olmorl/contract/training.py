@@ -35,14 +35,29 @@ class MicroBatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MiniBatch:
+    """One rank's share of one optimizer step. Every rank has the same number of micro-batches."""
+
+    micro_batches: tuple[MicroBatch, ...]
+    num_loss_tokens: int
+    """unmasked response tokens of this optimizer step over all ranks and micro-batches: the loss denominator"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankBatch:
-    """One rank's share of one training step. Every rank has the same number of micro-batches."""
+    """One rank's share of one training step, which is one optimizer step for each mini-batch and epoch."""
 
     version: int
     """policy version the step trains; the step makes version + 1"""
-    micro_batches: tuple[MicroBatch, ...]
-    num_loss_tokens: int
-    """unmasked response tokens of the whole global batch, over all ranks: the loss denominator"""
+    mini_batches: tuple[MiniBatch, ...]
+
+    @property
+    def micro_batches(self) -> tuple[MicroBatch, ...]:
+        return tuple(micro for mini in self.mini_batches for micro in mini.micro_batches)
+
+    @property
+    def num_loss_tokens(self) -> int:
+        return sum(mini.num_loss_tokens for mini in self.mini_batches)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +72,8 @@ class StepReport:
     seconds: float
     num_tokens: int
     flops: float
+    peak_bytes: int
+    """most memory held during the step: of the device, on CPU of the process"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,10 +93,17 @@ class LearnerConfig:
     threads: int | None = None
     activation_checkpointing: bool = False
     logprob_chunk_tokens: int = 1024
+    shard_size: int | None = None  # ranks that share one copy of the model; None: all of them
     temperature: float = 1.0
+    objective: str = "grpo"  # "grpo", "gspo" or "cispo"
     clip_low: float = 0.2
     clip_high: float = 0.272
     importance_cap: float = 2.0
+    importance_band: tuple[float, float] | None = None
+    kl_beta: float = 0.0
+    kl_estimator: str = "k3"  # "k1", "k2" or "k3"
+    loss_denominator: float | None = None  # None: the trained tokens of the optimizer step
+    epochs: int = 1
     lr: float = 1e-6
     schedule: str = "constant"  # "constant", "linear" or "cosine"
     warmup_steps: int = 0
@@ -89,5 +113,6 @@ class LearnerConfig:
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
     max_nonfinite_steps: int = 3
+    nonfinite_dir: str | None = None  # where the batch of a skipped step is kept
     seed: int = 0
     wire_dtype: str = "float32"

@@ -60,6 +60,7 @@ def test_scoring_leaves_no_whole_and_no_old_weights_behind(
     start = trainer.score(request)[0]
     assert all(isinstance(parameter, DTensor) for parameter in trainer.policy.parameters())
     trainer.save(str(tmp_path / "start"))
+    trainer.finish_save()
     trainer.train_step(batch_of(samples, 0))
     assert np.abs(trainer.score(request)[0] - start).max() > 1e-4
     trainer.load(str(tmp_path / "start"))
@@ -73,6 +74,8 @@ def test_a_resumed_run_continues_bit_for_bit(config: LearnerConfig, samples: lis
         whole.train_step(batch_of(samples, version))
     whole.save(str(tmp_path / "checkpoint"))
     tail = [whole.train_step(batch_of(samples, version)).metrics for version in (2, 3)]
+
+    whole.finish_save()  # only now: the copy was taken before the steps above
 
     resumed = Trainer(config, device=CPU)
     assert resumed.load(str(tmp_path / "checkpoint")) == 2
