@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from huggingface_hub import save_torch_state_dict, snapshot_download
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -40,6 +41,7 @@ class CheckpointWriter:
         self._group = dist.new_group(backend="gloo")
         self._stager = DefaultStager(StagingOptions(False, False, False, False))
         self._writing: Future[Any] | None = None
+        self._path = Path()
 
     def begin(self, state: TrainState, path: Path) -> None:
         """Copy weights, optimizer, version, counters and random state; collective. The copy costs host memory of
@@ -52,13 +54,16 @@ class CheckpointWriter:
             async_stager=self._stager,
         )
         assert isinstance(writing, Future), "this stager copies before it returns"
-        self._writing = writing
+        self._writing, self._path = writing, path
 
     def finish(self) -> None:
         """Wait until the checkpoint begun last is on disk; raises what kept it from getting there."""
         if self._writing is not None:
             writing, self._writing = self._writing, None
-            writing.result()
+            try:
+                writing.result()
+            except (CheckpointException, OSError, RuntimeError) as error:
+                raise WorkerError(f"the checkpoint {self._path} was not written: {error}") from None
 
     def close(self) -> None:
         self.finish()

@@ -20,12 +20,14 @@ class DeviceBatch:
     position_ids_N: Tensor
     layout: DocumentLayout
     scored_R: Tensor
+    context_R: Tensor
+    """the token that each trained one is predicted from: the one before it, or the last of the prompt"""
     sample_R: Tensor
     behaviour_logprobs_R: Tensor
     advantages_R: Tensor
     versions_R: Tensor
-    lengths: tuple[int, ...]
-    """of the documents; none for an empty micro-batch, whose one token is nobody's"""
+    spans: tuple[tuple[int, int], ...]
+    """(tokens of the parent, own tokens) of each document; none for an empty micro-batch, whose token is nobody's"""
 
     @classmethod
     def of(cls, micro: MicroBatch, *, device: torch.device) -> "DeviceBatch":
@@ -35,6 +37,11 @@ class DeviceBatch:
         position_ids = np.zeros(1, np.int64) if empty else micro.position_ids.astype(np.int64)
         scored = np.flatnonzero(micro.loss_mask)
         sample = np.searchsorted(micro.document_starts, scored, side="right") - 1
+        starts, parents = micro.document_starts, micro.parents
+        context = np.where(scored == starts[sample], starts[parents[sample] + 1], scored).astype(np.int64) - 1
+        layout = DocumentLayout.from_starts(
+            np.array([0, 1]) if empty else starts, parents=None if empty else parents, device=device
+        )
 
         def send(array: np.ndarray) -> Tensor:
             return torch.from_numpy(array).to(device)
@@ -42,15 +49,23 @@ class DeviceBatch:
         return cls(
             token_ids_N=send(token_ids),
             position_ids_N=send(position_ids),
-            layout=DocumentLayout.from_starts(np.array([0, 1]) if empty else micro.document_starts, device=device),
+            layout=layout,
             scored_R=send(scored),
+            context_R=send(context),
             sample_R=send(sample),
             behaviour_logprobs_R=send(micro.behaviour_logprobs[scored]),
             advantages_R=send(micro.advantages[scored]),
             versions_R=send(micro.token_versions[scored]),
-            lengths=tuple(np.diff(micro.document_starts).tolist()),
+            spans=() if empty else layout.spans,
         )
 
     def logprobs(self, policy: PolicyModel, *, temperature: float) -> tuple[Tensor, Tensor]:
         """Of the trained tokens, and the entropy at each."""
-        return policy(self.token_ids_N, self.position_ids_N, self.layout, self.scored_R, temperature=temperature)
+        return policy(
+            self.token_ids_N,
+            self.position_ids_N,
+            self.layout,
+            scored_R=self.scored_R,
+            context_R=self.context_R,
+            temperature=temperature,
+        )

@@ -1,4 +1,4 @@
-"""The objective, as a pure function on tensors. The default is OLMo 3's GRPO; as a diff from GRPO (numerics, section 5):
+"""The objective, as a pure function on tensors. By default OLMo 3's GRPO; as a diff from GRPO:
 
 * the sum over tokens is divided by the number of trained tokens of the whole global batch, not per sample, per rank or
   per micro-batch, so that every token weighs the same however the batch is cut;

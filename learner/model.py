@@ -45,20 +45,18 @@ class PolicyModel(nn.Module):
         token_ids_N: Tensor,
         position_ids_N: Tensor,
         layout: DocumentLayout,
-        scored_R: Tensor,
         *,
+        scored_R: Tensor,
+        context_R: Tensor,
         temperature: float,
     ) -> tuple[Tensor, Tensor]:
-        """Logprob of the token at each position of `scored_R` given those before it, and the entropy there.
-
-        A position must not be the first of its document.
-        """
+        """Logprob of the token at each position of `scored_R`, as what follows `context_R`, and the entropy there."""
         hidden_NE = self.causal_lm.base_model(
             input_ids=token_ids_N[None], position_ids=position_ids_N[None], use_cache=False, layout=layout
         ).last_hidden_state[0]
         head = self.causal_lm.get_output_embeddings()
         return chunked_logprobs(
-            hidden_NE.index_select(0, scored_R - 1),
+            hidden_NE.index_select(0, context_R),
             head.weight,
             head.bias,
             token_ids_N.index_select(0, scored_R),
@@ -107,7 +105,7 @@ def _check_config(config: PreTrainedConfig) -> None:
 def shard(policy: PolicyModel, mesh: DeviceMesh, *, compute_dtype: torch.dtype) -> PolicyModel:
     """Shard every decoder layer, then the rest, over `mesh`. Gradients are summed over ranks, never averaged.
 
-    A mesh of two dimensions is (replicas, shards): gathers stay among the shards, gradients are also summed over replicas.
+    A mesh of two dimensions is (replicas, shards): gathers stay among the shards, sums go over both.
 
     On one rank parameters stay together after the forward: there is nobody to share the memory with.
     """
@@ -149,12 +147,19 @@ def decoder_layers(policy: PolicyModel) -> nn.ModuleList:
     return layers
 
 
-def forward_flops(policy: PolicyModel, lengths: tuple[int, ...], *, num_scored: int) -> float:
-    """2 FLOPs per weight and token, 4 per attended pair, query head and head dimension; rows looked up are free."""
+def forward_flops(policy: PolicyModel, spans: tuple[tuple[int, int], ...], *, num_scored: int) -> float:
+    """2 FLOPs per weight and token, 4 per attended pair, query head and head dimension; rows looked up are free.
+
+    A span is (tokens read before, own tokens) of a document: what is computed twice counts once.
+    """
     config = policy.config
-    pairs = sum(_attended_pairs(length, window) for window in layer_windows(config) for length in lengths)
+    pairs = sum(
+        _attended_pairs(before + own, window) - _attended_pairs(before, window)
+        for window in layer_windows(config)
+        for before, own in spans
+    )
     return (
-        2.0 * policy.num_body_parameters * sum(lengths)
+        2.0 * policy.num_body_parameters * sum(own for _, own in spans)
         + 2.0 * policy.num_head_parameters * num_scored
         + _flops_per_pair(config) * pairs
     )

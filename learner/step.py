@@ -102,7 +102,7 @@ def _fixed_logprobs(
         if model is None:
             return None
         x = DeviceBatch.of(micro, device=device)
-        sums.flops += forward_flops(state.policy, x.lengths, num_scored=len(x.scored_R))
+        sums.flops += forward_flops(state.policy, x.spans, num_scored=len(x.scored_R))
         return x.logprobs(model, temperature=config.temperature)[0]
 
     fixed = [_Fixed(*(score(model, micro) for model in models)) for micro in mini.micro_batches]
@@ -125,10 +125,9 @@ def _optimizer_step(
 ) -> bool:
     """Returns whether loss and gradient were finite, and so the optimizer stepped."""
     denominator = config.loss_denominator or mini.num_loss_tokens
-    before = sums.totals.loss_sum
+    loss = torch.zeros((), dtype=torch.float64, device=device)
     for micro, known in zip(mini.micro_batches, fixed, strict=True):
-        _accumulate(state, DeviceBatch.of(micro, device=device), known, sums, config, version, denominator)
-    loss = sums.totals.loss_sum - before
+        loss += _accumulate(state, DeviceBatch.of(micro, device=device), known, sums, config, version, denominator)
     dist.all_reduce(loss)
     norm = gradient_norm(state.policy)
     sums.denominator += denominator
@@ -149,8 +148,8 @@ def _accumulate(
     config: LearnerConfig,
     version: int,
     denominator: float,
-) -> None:
-    """Add the gradients of one micro-batch."""
+) -> Tensor:
+    """Add the gradients of one micro-batch; returns its summed loss."""
     logprobs_R, entropy_R = x.logprobs(state.policy, temperature=config.temperature)
     tokens = TokenBatch(
         old_logprobs_R=logprobs_R.detach() if known.old_R is None else known.old_R,
@@ -160,10 +159,12 @@ def _accumulate(
         reference_logprobs_R=known.reference_R,
     )
     loss = policy_loss(logprobs_R, tokens, config=config)
-    (loss.loss_R.sum() / denominator).backward()
+    total = loss.loss_R.sum()
+    (total / denominator).backward()
     lag_R = version - x.versions_R
     sums.totals.add(loss, tokens, entropy_R=entropy_R, lag_R=lag_R, importance_cap=config.importance_cap)
-    sums.flops += 3 * forward_flops(state.policy, x.lengths, num_scored=len(x.scored_R))
+    sums.flops += 3 * forward_flops(state.policy, x.spans, num_scored=len(x.scored_R))
+    return total.detach()
 
 
 def _metrics(sums: _Sums) -> dict[str, float]:

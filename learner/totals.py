@@ -13,7 +13,7 @@ from torch import Tensor
 
 from learner.loss import PolicyLoss, TokenBatch
 
-SUMS = ("loss", "tokens", "clipped", "importance", "rho", "capped", "banned", "kl", "entropy", "lag")
+SUMS: tuple[str, ...] = ("loss", "tokens", "clipped", "importance", "rho", "capped", "banned", "kl", "entropy", "lag")
 SUMS += ("same", "same_abs_diff", "same_kl")
 MAXIMA = ("importance", "lag", "same_abs_diff")
 AGE_SUMS = ("tokens", "loss", "abs_diff")
@@ -57,11 +57,6 @@ class TokenTotals:
         self._maxima = torch.maximum(self._maxima, torch.stack([x.to(self._maxima) for x in maxima]))
         by_age = torch.stack([torch.ones_like(loss_R), loss_R, diff_R], dim=1)
         self._ages_A.index_add_(0, lag_R.long().clamp(0, OLDEST), by_age.to(self._ages_A))
-
-    @property
-    def loss_sum(self) -> Tensor:
-        """Of this rank, before `reduce`, so far."""
-        return self._sums[SUMS.index("loss")].clone()
 
     def reduce(self) -> None:
         """Sum and maximise over all ranks; collective."""

@@ -72,11 +72,13 @@ class Trainer:
             lengths = np.array([len(sequence) for sequence in sequences])
             starts = np.concatenate([[0], np.cumsum(lengths)])
             positions = np.concatenate([np.arange(n) for n in lengths])
+            scored_R = torch.from_numpy(np.flatnonzero(positions)).to(self.device)
             logprobs_R, _ = self.policy(
                 torch.from_numpy(np.concatenate(sequences).astype(np.int64)).to(self.device),
                 torch.from_numpy(positions).to(self.device),
                 DocumentLayout.from_starts(starts, device=self.device),
-                torch.from_numpy(np.flatnonzero(positions)).to(self.device),
+                scored_R=scored_R,
+                context_R=scored_R - 1,
                 temperature=1.0,
             )
             logprobs += np.split(logprobs_R.cpu().numpy(), np.cumsum(lengths - 1)[:-1])

@@ -1,7 +1,8 @@
 """What the driver hands to the learners, and what they say back.
 
-N is the number of tokens of a packed micro-batch, D its documents (one document = prompt + response of a sample).
-Position t of every array speaks of token t: `behaviour_logprobs[t]` is the logprob under which token t was drawn.
+N is the number of tokens of a packed micro-batch, D its documents. A document is prompt and response of a sample; where
+samples of one prompt lie together, the prompt is a document of its own and each response one whose parent it is, so that
+the prompt is computed once. Position t of every array speaks of token t: `behaviour_logprobs[t]` is the logprob under which token t was drawn.
 """
 
 from dataclasses import dataclass
@@ -23,11 +24,12 @@ class TrainSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """Documents laid one behind the other, no padding."""
+    """Documents laid one behind the other, no padding. A parent stands before its children."""
 
     token_ids: np.ndarray  # [N] int32
-    position_ids: np.ndarray  # [N] int32, restarts at 0 with each document
+    position_ids: np.ndarray  # [N] int32, of a document from 0, of a child from the end of its parent
     document_starts: np.ndarray  # [D + 1] int32, cumulative lengths
+    parents: np.ndarray  # [D] int32, the document that is read before this one, -1 for none
     loss_mask: np.ndarray  # [N] bool, True on response tokens that are trained
     advantages: np.ndarray  # [N] float32
     behaviour_logprobs: np.ndarray  # [N] float32
@@ -71,6 +73,7 @@ class StepReport:
     metrics: dict[str, float]
     seconds: float
     num_tokens: int
+    """of this rank's share; a prompt that samples share counts once, as it is computed"""
     flops: float
     peak_bytes: int
     """most memory held during the step: of the device, on CPU of the process"""

@@ -166,7 +166,7 @@ class Session:
         await asyncio.to_thread(self._directory.complete_checkpoint, version, keep=keep)
 
     async def finish(self) -> None:
-        """After the last step: the last update is live, its checkpoint complete, the books close, the model is exported."""
+        """After the last step: the last update is live and saved, the books close, the model is exported."""
         await self.settle()
         await self._background.finish_job(CHECKPOINT)
         await self._stop_rollouts()
