@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from olmorl import __version__
+from olmorl.cli import bench
 from olmorl.cli.shadowed import refuse_shadowed_packages
 from olmorl.contract.errors import OlmoRLError
 
@@ -27,6 +28,9 @@ app = typer.Typer(
     rich_markup_mode=None,  # plain help starts twice as fast and can be searched
     pretty_exceptions_enable=False,
 )
+
+
+app.add_typer(bench.app, name="bench")
 
 
 def _print_version(wanted: bool) -> None:

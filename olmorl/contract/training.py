@@ -1,8 +1,9 @@
 """What the driver hands to the learners, and what they say back.
 
 N is the number of tokens of a packed micro-batch, D its documents. A document is prompt and response of a sample; where
-samples of one prompt lie together, the prompt is a document of its own and each response one whose parent it is, so that
-the prompt is computed once. Position t of every array speaks of token t: `behaviour_logprobs[t]` is the logprob under which token t was drawn.
+samples of one prompt lie together, the prompt is a document of its own and each response one whose parent it is, so
+that the prompt is computed once. Position t of every array speaks of token t: `behaviour_logprobs[t]` is the logprob
+under which token t was drawn.
 """
 
 from dataclasses import dataclass
