@@ -1,5 +1,6 @@
 """The most memory that was held since a moment: of the device, or of the process on a CPU."""
 
+import contextlib
 import resource
 import sys
 from pathlib import Path
@@ -12,11 +13,12 @@ _RESET_PEAK = "5"  # what the kernel takes as "the peak begins anew"
 
 
 def reset_peak(device: torch.device) -> None:
-    """Without /proc the peak of a process counts from its start."""
+    """Where the kernel offers no way, or denies it, the peak of a process counts from its start."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     elif _CLEAR.exists():
-        _CLEAR.write_text(_RESET_PEAK)
+        with contextlib.suppress(OSError):
+            _CLEAR.write_text(_RESET_PEAK)
 
 
 def peak_bytes(device: torch.device) -> int:

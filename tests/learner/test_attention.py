@@ -86,3 +86,23 @@ def test_unknown_attention_is_refused() -> None:
     q = torch.randn(1, 2, 3, DIM)
     with pytest.raises(ModelError, match="softcap"):
         document_attention(nn.Identity(), q, q, q, None, softcap=30.0, layout=layout_of([3]))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the flash kernel is there only on a GPU")
+@pytest.mark.parametrize("window", [None, 5])
+def test_the_flash_kernel_equals_the_groups(window: int | None) -> None:
+    gpu = torch.device("cuda")
+    starts, parents = np.array([0, 9, 20, 23, 64]), np.array([-1, 0, 0, -1])
+    layout = DocumentLayout.from_starts(starts, device=gpu, parents=parents)
+    exact = [torch.randn(1, heads, 64, 64, device=gpu, requires_grad=True) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    half = [x.detach().bfloat16().requires_grad_(True) for x in exact]
+    results = [
+        document_attention(nn.Identity(), *x, None, scaling=0.1, sliding_window=window, layout=layout)[0]
+        for x in (exact, half)
+    ]
+    weights = torch.randn_like(results[0])
+    for result in results:
+        (result.float() * weights).sum().backward()
+    torch.testing.assert_close(results[1].float(), results[0], rtol=2e-2, atol=2e-2)
+    for a, b in zip(half, exact, strict=True):
+        torch.testing.assert_close(a.grad.float(), b.grad, rtol=5e-2, atol=5e-2)
