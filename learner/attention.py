@@ -4,17 +4,21 @@ A dense block-diagonal mask costs N² for N tokens; one call a document costs hu
 are short. So documents of like length share one padded call. Padding stands behind each document, where a causal mask
 hides it from every real token, and it is dropped on the way out.
 
-Shapes: N tokens of the micro-batch, P tokens with padding, B documents of a group, L their padded length,
-H query heads, K key/value heads, D head dimension.
+A GPU in half precision needs none of that: one flash kernel takes documents of any lengths.
+
+Shapes: N tokens of the micro-batch, X places in which each child stands behind a copy of its parent, P the same with
+padding, B documents of a group, L their padded length, H query heads, K key/value heads, D head dimension.
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from olmorl.contract.errors import ModelError
@@ -26,67 +30,110 @@ SMALLEST_GROUP_TOKENS = 256  # a group of fewer tokens costs less than the calls
 
 @dataclass(frozen=True, slots=True)
 class DocumentLayout:
-    """Where each token of a micro-batch goes in the padded groups. Computed once, used by every layer."""
+    """Where each token of a micro-batch goes in the padded groups. Computed once, used by every layer.
 
+    A child is laid behind a copy of its parent: the copy costs attention, and nothing of all else that a layer does.
+    """
+
+    tokens_P: Tensor
+    """the token at each padded place; in the padding any"""
     slots_N: Tensor
+    """a padded place of each token"""
     groups: tuple[tuple[int, int], ...]  # (documents, padded length), one behind the other in P
-    lengths: tuple[int, ...]
-
-    @property
-    def num_padded(self) -> int:
-        return sum(documents * length for documents, length in self.groups)
+    spans: tuple[tuple[int, int], ...]
+    """(tokens of the parent, own tokens) of each document"""
+    chain_tokens_X: Tensor
+    """the same without padding: the token at each place, for the flash kernel"""
+    chain_slots_N: Tensor
+    chain_starts: Tensor  # int32, cumulative
+    longest: int
 
     @classmethod
-    def from_starts(cls, document_starts: np.ndarray, *, device: torch.device) -> "DocumentLayout":
-        lengths = np.diff(document_starts).astype(np.int64)
-        order = np.argsort(-lengths, kind="stable")
-        slots = np.empty(int(document_starts[-1]), np.int64)
-        groups: list[tuple[int, int]] = []
-        first, offset = 0, 0
-        while first < len(order):
-            longest = int(lengths[order[first]])
-            last = first
-            while last < len(order) and (
-                lengths[order[last]] >= longest * SHORTEST_SHARE or (last - first) * longest < SMALLEST_GROUP_TOKENS
-            ):
-                document = order[last]
-                start, length = document_starts[document], lengths[document]
-                slots[start : start + length] = offset + np.arange(length)
-                offset += longest
-                last += 1
-            groups.append((last - first, longest))
-            first = last
-        return cls(torch.from_numpy(slots).to(device), tuple(groups), tuple(int(n) for n in lengths))
+    def from_starts(
+        cls, document_starts: np.ndarray, *, device: torch.device, parents: np.ndarray | None = None
+    ) -> "DocumentLayout":
+        starts = document_starts.astype(np.int64)
+        if parents is None:
+            parents = np.full(len(starts) - 1, -1)
+        ranges = [np.arange(begin, end) for begin, end in pairwise(starts)]
+        spans = tuple((len(ranges[p]) if p >= 0 else 0, len(own)) for p, own in zip(parents, ranges, strict=True))
+        chains = [
+            own if parent < 0 else np.concatenate([ranges[parent], own])
+            for index, (parent, own) in enumerate(zip(parents, ranges, strict=True))
+            if index not in set(parents.tolist())
+        ]
+        chains.sort(key=len, reverse=True)
+        groups = _group([len(chain) for chain in chains])
+        tokens = np.zeros(sum(count * length for count, length in groups), np.int64)
+        slots, chain_slots = np.empty(int(starts[-1]), np.int64), np.empty(int(starts[-1]), np.int64)
+        begin, chain_begin = 0, 0
+        padded_lengths = [length for count, length in groups for _ in range(count)]
+        for chain, padded in zip(chains, padded_lengths, strict=True):
+            tokens[begin : begin + len(chain)] = chain
+            slots[chain] = begin + np.arange(len(chain))
+            chain_slots[chain] = chain_begin + np.arange(len(chain))
+            begin, chain_begin = begin + padded, chain_begin + len(chain)
+
+        def send(array: np.ndarray) -> Tensor:
+            return torch.from_numpy(array).to(device)
+
+        return cls(
+            tokens_P=send(tokens),
+            slots_N=send(slots),
+            groups=groups,
+            spans=spans,
+            chain_tokens_X=send(np.concatenate(chains)),
+            chain_slots_N=send(chain_slots),
+            chain_starts=send(np.cumsum([0, *map(len, chains)]).astype(np.int32)),
+            longest=len(chains[0]),
+        )
 
 
-class _Pad(torch.autograd.Function):
-    """[N, ...] to [P, ...], zeros in the padding. Each token has one slot, so no gradient is ever summed."""
+def _group(lengths: list[int]) -> tuple[tuple[int, int], ...]:
+    """(documents, padded length) of each group, of lengths that never rise."""
+    groups: list[tuple[int, int]] = []
+    first = 0
+    while first < len(lengths):
+        longest, last = lengths[first], first
+        while last < len(lengths) and (
+            lengths[last] >= longest * SHORTEST_SHARE or (last - first) * longest < SMALLEST_GROUP_TOKENS
+        ):
+            last += 1
+        groups.append((last - first, longest))
+        first = last
+    return tuple(groups)
+
+
+class _Spread(torch.autograd.Function):
+    """[N, ...] to [P, ...]. In the padding stands any token: nobody looks at it, so nothing flows back from there."""
 
     @staticmethod
-    def forward(ctx: Any, x_N: Tensor, slots_N: Tensor, num_padded: int) -> Tensor:
-        ctx.save_for_backward(slots_N)
-        return x_N.new_zeros((num_padded, *x_N.shape[1:])).index_copy_(0, slots_N, x_N)
+    def forward(ctx: Any, x_N: Tensor, tokens_P: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens_P)
+        ctx.num_tokens = x_N.shape[0]
+        return x_N.index_select(0, tokens_P)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
-        (slots_N,) = ctx.saved_tensors
-        return grads[0].index_select(0, slots_N), None, None
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
+        (tokens_P,) = ctx.saved_tensors
+        grad_P = grads[0].float()  # the copies of a long prompt are many: their sum wants more than half precision
+        grad_N = grad_P.new_zeros((ctx.num_tokens, *grad_P.shape[1:])).index_add_(0, tokens_P, grad_P)
+        return grad_N.to(grads[0].dtype), None
 
 
-class _Unpad(torch.autograd.Function):
-    """[P, ...] to [N, ...]. The gradient of padding is zero: it must not flow into the keys it looked at."""
+class _Gather(torch.autograd.Function):
+    """[P, ...] to [N, ...]. Each token is read at one place: all others, padding among them, get no gradient."""
 
     @staticmethod
     def forward(ctx: Any, x_P: Tensor, slots_N: Tensor) -> Tensor:
         ctx.save_for_backward(slots_N)
-        ctx.num_padded = x_P.shape[0]
+        ctx.num_places = x_P.shape[0]
         return x_P.index_select(0, slots_N)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
         (slots_N,) = ctx.saved_tensors
-        grad_N = grads[0]
-        return grad_N.new_zeros((ctx.num_padded, *grad_N.shape[1:])).index_copy_(0, slots_N, grad_N), None
+        return grads[0].new_zeros((ctx.num_places, *grads[0].shape[1:])).index_copy_(0, slots_N, grads[0]), None
 
 
 def document_attention(
@@ -106,8 +153,14 @@ def document_attention(
     unsupported = [name for name in ("softcap", "s_aux", "position_bias") if rest.get(name) is not None]
     if unsupported:
         raise ModelError(f"the model's attention wants {', '.join(unsupported)}, which the learner does not support")
+    if query_1HND.is_cuda and query_1HND.dtype in (torch.float16, torch.bfloat16):
+        q_XHD, k_XKD, v_XKD = (
+            _Spread.apply(x[0].transpose(0, 1), layout.chain_tokens_X) for x in (query_1HND, key_1KND, value_1KND)
+        )
+        out_XHD = _flash_attention(q_XHD, k_XKD, v_XKD, layout, scaling=scaling, window=sliding_window)
+        return _Gather.apply(out_XHD, layout.chain_slots_N)[None], None
     q_PHD, k_PKD, v_PKD = (
-        _Pad.apply(x[0].transpose(0, 1), layout.slots_N, layout.num_padded) for x in (query_1HND, key_1KND, value_1KND)
+        _Spread.apply(x[0].transpose(0, 1), layout.tokens_P) for x in (query_1HND, key_1KND, value_1KND)
     )
     outputs = []
     offset = 0
@@ -128,7 +181,27 @@ def document_attention(
         )
         outputs.append(out_BHLD.transpose(1, 2).flatten(0, 1))
         offset = rows.stop
-    return _Unpad.apply(torch.cat(outputs), layout.slots_N)[None], None
+    return _Gather.apply(torch.cat(outputs), layout.slots_N)[None], None
+
+
+def _flash_attention(
+    q_XHD: Tensor, k_XKD: Tensor, v_XKD: Tensor, layout: DocumentLayout, *, scaling: float | None, window: int | None
+) -> Tensor:
+    """[X, H, D]; no padding, one kernel. A window counts the query itself, the kernel's counts what lies before it."""
+    out_XHD = varlen_attn(
+        q_XHD,
+        k_XKD,
+        v_XKD,
+        layout.chain_starts,
+        layout.chain_starts,
+        layout.longest,
+        layout.longest,
+        scale=scaling,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=q_XHD.shape[1] != k_XKD.shape[1],
+    )
+    assert isinstance(out_XHD, Tensor), "without return_aux there is one result"
+    return out_XHD
 
 
 def window_mask(length: int, window: int | None, *, device: torch.device) -> Tensor:

@@ -1,9 +1,11 @@
 """Checkpoints that another number of ranks can resume, and the export to a Hugging Face folder.
 
-Both write into a folder whose completeness the driver marks; an export appears under its name only when it is whole.
+A checkpoint is written while training goes on: `begin` copies the state to host memory, a thread writes the copy. The
+driver marks the folder complete after `finish` on every rank. An export appears under its name only when it is whole.
 """
 
 import shutil
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from huggingface_hub import save_torch_state_dict, snapshot_download
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from learner.model import DTYPES, PolicyModel, full_tensor
 from learner.step import TrainState
 from olmorl.contract.errors import WorkerError
 
+EXPORT_SHARD_BYTES = 5 * 10**9
 COPIED_FILES = (  # of the model folder, as they are
     "tokenizer*",
     "special_tokens_map.json",
@@ -29,9 +34,40 @@ COPIED_FILES = (  # of the model folder, as they are
 )
 
 
-def save_checkpoint(state: TrainState, path: Path) -> None:
-    """Weights, optimizer, version, counters and random state; collective."""
-    dcp.save(_state_dict(state), storage_writer=dcp.FileSystemWriter(path, overwrite=True))
+class CheckpointWriter:
+    """Writes one checkpoint at a time, with a process group of its own, so that its collectives meet no other."""
+
+    def __init__(self) -> None:
+        self._group = dist.new_group(backend="gloo")
+        self._stager = DefaultStager(StagingOptions(False, False, False, False))
+        self._writing: Future[Any] | None = None
+        self._path = Path()
+
+    def begin(self, state: TrainState, path: Path) -> None:
+        """Copy weights, optimizer, version, counters and random state; collective. The copy costs host memory of
+        three times this rank's share of the float32 weights."""
+        self.finish()
+        writing = dcp.async_save(
+            _state_dict(state),
+            storage_writer=dcp.FileSystemWriter(path, overwrite=True),
+            process_group=self._group,
+            async_stager=self._stager,
+        )
+        assert isinstance(writing, Future), "this stager copies before it returns"
+        self._writing, self._path = writing, path
+
+    def finish(self) -> None:
+        """Wait until the checkpoint begun last is on disk; raises what kept it from getting there."""
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            try:
+                writing.result()
+            except (CheckpointException, OSError, RuntimeError) as error:
+                raise WorkerError(f"the checkpoint {self._path} was not written: {error}") from None
+
+    def close(self) -> None:
+        self.finish()
+        self._stager.close()
 
 
 def load_checkpoint(state: TrainState, path: Path) -> int:
@@ -62,7 +98,9 @@ def _state_dict(state: TrainState) -> dict[str, Any]:
     return {"model": model, "optimizer": optimizer, "progress": progress}
 
 
-def export_hugging_face(policy: PolicyModel, path: Path, *, source: str, dtype: str) -> None:
+def export_hugging_face(
+    policy: PolicyModel, path: Path, *, source: str, dtype: str, max_shard_bytes: int = EXPORT_SHARD_BYTES
+) -> None:
     """Write a folder that transformers loads: safetensors, config, and the tokenizer's files of `source`. Collective.
 
     Rank 0 writes; it needs room for the whole model in `dtype`.
@@ -76,11 +114,13 @@ def export_hugging_face(policy: PolicyModel, path: Path, *, source: str, dtype: 
         partial = path.with_name(path.name + ".partial")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        save_torch_state_dict(tensors, partial, max_shard_size="5GB")
+        save_torch_state_dict(tensors, partial, max_shard_size=max_shard_bytes)
         config = type(policy.config).from_dict(policy.config.to_dict())
         config.dtype = dtype
         config.architectures = [type(policy.causal_lm).__name__]
         config.save_pretrained(partial)
+        if policy.causal_lm.generation_config is not None:  # which the source's own file replaces
+            policy.causal_lm.generation_config.save_pretrained(partial)
         _copy_companions(source, partial)
         shutil.rmtree(path, ignore_errors=True)
         partial.rename(path)

@@ -39,7 +39,8 @@ def full_logprobs(
 
 
 def _logits(hidden_CE: Tensor, weight_VE: Tensor, bias_V: Tensor | None, temperature: float) -> Tensor:
-    return F.linear(hidden_CE, weight_VE, bias_V).float() / temperature
+    logits_CV = F.linear(hidden_CE, weight_VE, bias_V).float()
+    return logits_CV if temperature == 1 else logits_CV / temperature
 
 
 class _ChunkedLogprobs(torch.autograd.Function):

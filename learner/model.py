@@ -8,6 +8,8 @@ Parameters are held in float32, whatever the compute dtype: an update of 1e-6 is
 Shapes: N tokens of a packed micro-batch, R positions to be scored, E width.
 """
 
+import math
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -43,20 +45,18 @@ class PolicyModel(nn.Module):
         token_ids_N: Tensor,
         position_ids_N: Tensor,
         layout: DocumentLayout,
-        scored_R: Tensor,
         *,
+        scored_R: Tensor,
+        context_R: Tensor,
         temperature: float,
     ) -> tuple[Tensor, Tensor]:
-        """Logprob of the token at each position of `scored_R` given those before it, and the entropy there.
-
-        A position must not be the first of its document.
-        """
+        """Logprob of the token at each position of `scored_R`, as what follows `context_R`, and the entropy there."""
         hidden_NE = self.causal_lm.base_model(
             input_ids=token_ids_N[None], position_ids=position_ids_N[None], use_cache=False, layout=layout
         ).last_hidden_state[0]
         head = self.causal_lm.get_output_embeddings()
         return chunked_logprobs(
-            hidden_NE.index_select(0, scored_R - 1),
+            hidden_NE.index_select(0, context_R),
             head.weight,
             head.bias,
             token_ids_N.index_select(0, scored_R),
@@ -105,6 +105,8 @@ def _check_config(config: PreTrainedConfig) -> None:
 def shard(policy: PolicyModel, mesh: DeviceMesh, *, compute_dtype: torch.dtype) -> PolicyModel:
     """Shard every decoder layer, then the rest, over `mesh`. Gradients are summed over ranks, never averaged.
 
+    A mesh of two dimensions is (replicas, shards): gathers stay among the shards, sums go over both.
+
     On one rank parameters stay together after the forward: there is nobody to share the memory with.
     """
     if compute_dtype == torch.float32:
@@ -145,16 +147,40 @@ def decoder_layers(policy: PolicyModel) -> nn.ModuleList:
     return layers
 
 
-def forward_flops(policy: PolicyModel, lengths: tuple[int, ...], *, num_scored: int) -> float:
-    """2 FLOPs per weight and token, 4 per attended pair, query head and head dimension; rows looked up are free."""
+def forward_flops(policy: PolicyModel, spans: tuple[tuple[int, int], ...], *, num_scored: int) -> float:
+    """2 FLOPs per weight and token, 4 per attended pair, query head and head dimension; rows looked up are free.
+
+    A span is (tokens read before, own tokens) of a document: what is computed twice counts once.
+    """
     config = policy.config
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    pairs = sum(_attended_pairs(length, window) for window in layer_windows(config) for length in lengths)
-    return (
-        2.0 * policy.num_body_parameters * sum(lengths)
-        + 2.0 * policy.num_head_parameters * num_scored
-        + 4.0 * config.num_attention_heads * head_dim * pairs
+    pairs = sum(
+        _attended_pairs(before + own, window) - _attended_pairs(before, window)
+        for window in layer_windows(config)
+        for before, own in spans
     )
+    return (
+        2.0 * policy.num_body_parameters * sum(own for _, own in spans)
+        + 2.0 * policy.num_head_parameters * num_scored
+        + _flops_per_pair(config) * pairs
+    )
+
+
+def attention_tokens(policy: PolicyModel) -> float:
+    """Length at which a sample's attention costs as many FLOPs as the weights; infinite where it never does.
+
+    Of a sliding layer every token attends about a window, which is a cost per token, as that of the weights.
+    """
+    windows = layer_windows(policy.config)
+    per_pair = _flops_per_pair(policy.config)
+    per_token = 2.0 * (policy.num_body_parameters + policy.num_head_parameters)
+    per_token += per_pair * sum(window for window in windows if window is not None)
+    quadratic = per_pair * windows.count(None) / 2
+    return per_token / quadratic if quadratic else math.inf
+
+
+def _flops_per_pair(config: PreTrainedConfig) -> float:
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 4.0 * config.num_attention_heads * head_dim
 
 
 def layer_windows(config: PreTrainedConfig) -> list[int | None]:

@@ -1,72 +1,171 @@
 """Lay the samples of a step one behind the other, in micro-batches, for every rank: policy, no torch.
 
-Two balances matter. Ranks must have about equal tokens, because the slowest one sets the time of the step, and they
-must have equal numbers of micro-batches, because each one runs collectives that all ranks join. A rank that has fewer
-gets empty micro-batches (no document): it runs the collectives and adds nothing.
+Samples of one prompt stay together where balance allows, and share it: the prompt is laid and computed once for them.
+
+Two balances matter. Ranks must have about equal work, because the slowest one sets the time of the step, and they must
+have equal numbers of micro-batches of about equal work, because each one runs collectives that all ranks join. Work is
+FLOPs: of the weights for each token, of attention for each pair. A rank that has fewer samples than micro-batches gets
+empty ones (no document): it runs the collectives and adds nothing.
 """
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
-from olmorl.contract.training import MicroBatch, RankBatch, TrainSample
+from olmorl.contract.training import MicroBatch, MiniBatch, RankBatch, TrainSample
+
+UNITS_PER_RANK = 16  # samples of one prompt are parted into so small shares that ranks can be balanced
 
 
 def pack(
-    samples: Sequence[TrainSample], *, version: int, num_ranks: int, tokens_per_micro_batch: int
+    samples: Sequence[TrainSample],
+    *,
+    version: int,
+    num_ranks: int,
+    tokens_per_micro_batch: int,
+    num_mini_batches: int = 1,
+    attention_tokens: float = math.inf,
 ) -> list[RankBatch]:
     """One batch for each rank. Every sample is in exactly one; one longer than the limit has a micro-batch of its own.
 
-    The heaviest and the lightest rank differ by at most the longest sample.
+    Mini-batches are runs of the samples as they came, of equal numbers but for one; more than there are samples is as
+    many as there are. In each, the heaviest and the lightest rank differ by at most the heaviest sample.
+    `attention_tokens` is the length at which attention costs a sample as much as the weights do.
     """
-    if num_ranks < 1 or tokens_per_micro_batch < 1:
+    if min(num_ranks, tokens_per_micro_batch, num_mini_batches) < 1:
         raise ValueError(
-            f"num_ranks = {num_ranks} and tokens_per_micro_batch = {tokens_per_micro_batch} must both be >= 1"
+            f"num_ranks = {num_ranks}, tokens_per_micro_batch = {tokens_per_micro_batch} and num_mini_batches = "
+            f"{num_mini_batches} must all be >= 1"
         )
     for index, sample in enumerate(samples):
         _check(sample, index)
-    lengths = [_length(sample) for sample in samples]
-    order = sorted(range(len(samples)), key=lambda i: -lengths[i])  # stable: equal lengths keep their order
-    shares = _spread(order, lengths, num_ranks)
-    bins = [_first_fit(share, lengths, tokens_per_micro_batch) for share in shares]
-    depth = max(len(rank_bins) for rank_bins in bins)
-    num_loss_tokens = sum(int(sample.loss_mask.sum()) for sample in samples)
-    return [
-        RankBatch(
-            version=version,
-            micro_batches=tuple(
-                concatenate([samples[i] for i in indices]) for indices in rank_bins + [[]] * (depth - len(rank_bins))
-            ),
-            num_loss_tokens=num_loss_tokens,
-        )
-        for rank_bins in bins
+    count = max(1, min(num_mini_batches, len(samples)))
+    bounds = [len(samples) * i // count for i in range(count + 1)]
+    mini_batches = [
+        _pack_one(samples[begin:end], num_ranks, tokens_per_micro_batch, attention_tokens)
+        for begin, end in pairwise(bounds)
     ]
+    return [RankBatch(version=version, mini_batches=of_rank) for of_rank in zip(*mini_batches, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    """Samples of one prompt that stay together."""
+
+    samples: list[int]
+    tokens: int
+    cost: float
+
+
+def _pack_one(samples: Sequence[TrainSample], num_ranks: int, limit: int, attention_tokens: float) -> list[MiniBatch]:
+    """Every rank's share of one optimizer step."""
+    num_tokens = sum(map(_length, samples))
+    size = limit if num_ranks == 1 else min(limit, num_tokens // (num_ranks * UNITS_PER_RANK))
+    units = _units(samples, size, attention_tokens)
+    units.sort(key=lambda unit: -unit.tokens)  # stable: equals keep their order
+    shares = _spread(units, num_ranks)
+    fewest = [_first_fit(share, limit) for share in shares]
+    depth = max(len(bins) for bins in fewest)
+    num_loss_tokens = sum(int(sample.loss_mask.sum()) for sample in samples)
+    batches = []
+    for share, bins in zip(shares, fewest, strict=True):
+        bins = _level(share, limit, depth) or bins + [[] for _ in range(depth - len(bins))]
+        bins.sort(key=lambda bin: -sum(unit.cost for unit in bin))  # the ranks' heavy ones meet
+        micro_batches = tuple(concatenate([samples[i] for unit in bin for i in unit.samples]) for bin in bins)
+        batches.append(MiniBatch(micro_batches=micro_batches, num_loss_tokens=num_loss_tokens))
+    return batches
+
+
+def _units(samples: Sequence[TrainSample], size: int, attention_tokens: float) -> list[_Unit]:
+    """Samples that share a prompt, as many together as `size` tokens hold, at least one."""
+    units = []
+    for members in _by_prompt(samples):
+        prompt = len(samples[members[0]].prompt_token_ids)
+        chunk: list[int] = []
+        tokens = prompt
+        for index in members:
+            response = len(samples[index].token_ids)
+            if chunk and tokens + response > size:
+                units.append(_unit(samples, chunk, attention_tokens))
+                chunk, tokens = [], prompt
+            chunk.append(index)
+            tokens += response
+        units.append(_unit(samples, chunk, attention_tokens))
+    return units
+
+
+def _unit(samples: Sequence[TrainSample], members: list[int], attention_tokens: float) -> _Unit:
+    prompt = len(samples[members[0]].prompt_token_ids)
+    responses = [len(samples[i].token_ids) for i in members]
+    tokens = prompt + sum(responses)
+    pairs = prompt**2 + sum(response * (response + 2 * prompt) for response in responses)
+    return _Unit(members, tokens, tokens + pairs / attention_tokens)
+
+
+def _by_prompt(samples: Sequence[TrainSample]) -> list[list[int]]:
+    """Indices of the samples of each prompt, prompts as they first appear."""
+    groups: dict[bytes, list[int]] = {}
+    for index, sample in enumerate(samples):
+        groups.setdefault(np.asarray(sample.prompt_token_ids, np.int32).tobytes(), []).append(index)
+    return list(groups.values())
 
 
 def concatenate(samples: Sequence[TrainSample]) -> MicroBatch:
-    """Lay `samples` one behind the other. None at all make the empty micro-batch."""
-    lengths = np.array([_length(sample) for sample in samples], dtype=np.int32)
+    """Lay `samples` one behind the other, a prompt that several have but once. None at all make the empty one."""
+    pieces: list[_Piece] = []
+    for members in _by_prompt(samples):
+        prompt = samples[members[0]].prompt_token_ids
+        if len(members) == 1:
+            pieces.append(_Piece(prompt, samples[members[0]], parent=-1, before=0))
+            continue
+        parent = len(pieces)
+        pieces.append(_Piece(prompt, None, parent=-1, before=0))
+        pieces += [_Piece(prompt[:0], samples[i], parent=parent, before=len(prompt)) for i in members]
+    lengths = [piece.length for piece in pieces]
     document_starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     num_tokens = int(document_starts[-1])
     micro_batch = MicroBatch(
         token_ids=np.zeros(num_tokens, np.int32),
         position_ids=np.zeros(num_tokens, np.int32),
         document_starts=document_starts,
+        parents=np.array([piece.parent for piece in pieces], np.int32),
         loss_mask=np.zeros(num_tokens, bool),
         advantages=np.zeros(num_tokens, np.float32),
         behaviour_logprobs=np.zeros(num_tokens, np.float32),
         token_versions=np.full(num_tokens, -1, np.int32),
     )
-    for sample, start, end in zip(samples, document_starts[:-1], document_starts[1:], strict=True):
-        response = slice(start + len(sample.prompt_token_ids), end)
-        micro_batch.token_ids[start : response.start] = sample.prompt_token_ids
-        micro_batch.token_ids[response] = sample.token_ids
-        micro_batch.position_ids[start:end] = np.arange(end - start)
-        micro_batch.loss_mask[response] = sample.loss_mask
-        micro_batch.advantages[response] = sample.advantage
-        micro_batch.behaviour_logprobs[response] = sample.logprobs
-        micro_batch.token_versions[response] = sample.token_versions
+    for piece, start in zip(pieces, document_starts[:-1].tolist(), strict=True):
+        piece.lay(micro_batch, start)
     return micro_batch
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A document: prompt tokens, then the response of a sample; either may be missing."""
+
+    prompt: np.ndarray
+    sample: TrainSample | None
+    parent: int
+    before: int
+    """tokens of the parent"""
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt) + (0 if self.sample is None else len(self.sample.token_ids))
+
+    def lay(self, micro_batch: MicroBatch, start: int) -> None:
+        response = slice(start + len(self.prompt), start + self.length)
+        micro_batch.token_ids[start : response.start] = self.prompt
+        micro_batch.position_ids[start : response.stop] = self.before + np.arange(self.length)
+        if self.sample is not None:
+            micro_batch.token_ids[response] = self.sample.token_ids
+            micro_batch.loss_mask[response] = self.sample.loss_mask
+            micro_batch.advantages[response] = self.sample.advantage
+            micro_batch.behaviour_logprobs[response] = self.sample.logprobs
+            micro_batch.token_versions[response] = self.sample.token_versions
 
 
 def _length(sample: TrainSample) -> int:
@@ -83,27 +182,42 @@ def _check(sample: TrainSample, index: int) -> None:
             )
 
 
-def _spread(order: Sequence[int], lengths: Sequence[int], num_ranks: int) -> list[list[int]]:
-    """Longest first, each to the lightest rank."""
-    shares: list[list[int]] = [[] for _ in range(num_ranks)]
-    loads = [0] * num_ranks
-    for index in order:
+def _spread(units: Sequence[_Unit], num_ranks: int) -> list[list[_Unit]]:
+    """In order, each to the lightest rank."""
+    shares: list[list[_Unit]] = [[] for _ in range(num_ranks)]
+    loads = [0.0] * num_ranks
+    for unit in units:
         rank = loads.index(min(loads))
-        shares[rank].append(index)
-        loads[rank] += lengths[index]
+        shares[rank].append(unit)
+        loads[rank] += unit.cost
     return shares
 
 
-def _first_fit(order: Sequence[int], lengths: Sequence[int], limit: int) -> list[list[int]]:
-    """First fit, longest first: few bins, and documents of like length together, which pads attention less."""
-    bins: list[list[int]] = []
+def _first_fit(units: Sequence[_Unit], limit: int) -> list[list[_Unit]]:
+    """In order, each to the first bin that has room: few bins."""
+    bins: list[list[_Unit]] = []
     rooms: list[int] = []
-    for index in order:
-        target = next((b for b, room in enumerate(rooms) if room >= lengths[index]), None)
+    for unit in units:
+        target = next((b for b, room in enumerate(rooms) if room >= unit.tokens), None)
         if target is None:
             bins.append([])
             rooms.append(limit)
             target = len(bins) - 1
-        bins[target].append(index)
-        rooms[target] -= lengths[index]
+        bins[target].append(unit)
+        rooms[target] -= unit.tokens
+    return bins
+
+
+def _level(units: Sequence[_Unit], limit: int, num_bins: int) -> list[list[_Unit]] | None:
+    """In order, each to the lightest bin that has room; None where this way finds no room for all."""
+    bins: list[list[_Unit]] = [[] for _ in range(num_bins)]
+    rooms, loads = [limit] * num_bins, [0.0] * num_bins
+    for unit in units:
+        fitting = [b for b in range(num_bins) if rooms[b] >= unit.tokens or not bins[b]]
+        if not fitting:
+            return None
+        target = min(fitting, key=lambda b: loads[b])
+        bins[target].append(unit)
+        rooms[target] -= unit.tokens
+        loads[target] += unit.cost
     return bins

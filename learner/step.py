@@ -1,28 +1,31 @@
-"""One training step: forward and backward over the micro-batches, clip, step, report.
+"""One training step: for every mini-batch and epoch forward and backward over the micro-batches, clip, step; report.
 
 All ranks walk the same number of micro-batches and take every decision (is the loss finite, does the optimizer step)
 from reduced numbers, so that no rank enters a collective that another one skips.
 
-Shapes: N tokens of a micro-batch, R trained tokens of it.
+Shapes: R trained tokens of a micro-batch.
 """
 
 import logging
 import math
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from learner.attention import DocumentLayout
-from learner.loss import policy_loss
-from learner.model import PolicyModel, forward_flops
+from learner.batch_file import save_batch
+from learner.device_batch import DeviceBatch
+from learner.loss import TokenBatch, policy_loss
+from learner.memory import peak_bytes, reset_peak
+from learner.model import PolicyModel, forward_flops, reshard
 from learner.optim import gradient_norm, learning_rate, step_optimizer
 from learner.totals import TokenTotals
 from olmorl.contract.errors import WorkerError
-from olmorl.contract.training import LearnerConfig, MicroBatch, RankBatch, StepReport
+from olmorl.contract.training import LearnerConfig, MicroBatch, MiniBatch, RankBatch, StepReport
 
 logger = logging.getLogger(__name__)
 
@@ -33,118 +36,156 @@ class TrainState:
 
     policy: PolicyModel
     optimizer: torch.optim.Optimizer
+    reference: PolicyModel | None = None
+    """never changes, so no checkpoint holds it"""
     version: int = 0
     skipped_steps: int = 0
-    """steps left out since the run began because loss or gradient was not finite"""
+    """optimizer steps left out since the run began because loss or gradient was not finite"""
     skipped_in_a_row: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class _DeviceBatch:
-    token_ids_N: Tensor
-    position_ids_N: Tensor
-    layout: DocumentLayout
-    scored_R: Tensor
-    behaviour_logprobs_R: Tensor
-    advantages_R: Tensor
-    versions_R: Tensor
+class _Fixed:
+    """Logprobs of one micro-batch that no step changes."""
+
+    old_R: Tensor | None
+    reference_R: Tensor | None
+
+
+@dataclass(slots=True)
+class _Sums:
+    totals: TokenTotals
+    flops: float = 0.0
+    denominator: float = 0.0
+    norms: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    stepped: int = 0
 
 
 def train_step(state: TrainState, batch: RankBatch, *, config: LearnerConfig, device: torch.device) -> StepReport:
     """Train `batch`, whose version must be the state's; afterwards the state is one version on, stepped or not."""
     began = time.perf_counter()
+    reset_peak(device)
     if batch.version != state.version:
         raise WorkerError(f"a batch for policy version {batch.version} reached a learner that holds {state.version}")
     lr = learning_rate(config, version=state.version)
-    totals = TokenTotals(device=device)
-    stepped, metrics, flops = False, {}, 0.0
-    if batch.num_loss_tokens > 0:
-        flops = sum(_accumulate(state, batch, micro, totals, config, device) for micro in batch.micro_batches)
-        totals.reduce()
-        metrics = totals.metrics(num_loss_tokens=batch.num_loss_tokens)
-        norm = gradient_norm(state.policy)
-        metrics["optim/grad_norm"] = norm.item()
-        stepped = all(math.isfinite(metrics[name]) for name in ("loss/policy", "optim/grad_norm"))
-        if stepped:
-            step_optimizer(state.optimizer, state.policy, lr=lr, norm=norm, max_norm=config.max_grad_norm)
-            state.skipped_in_a_row = 0
-        else:
-            _count_skipped(state, metrics, config)
-        state.optimizer.zero_grad()
+    sums = _Sums(TokenTotals(device=device))
+    trained = [mini for mini in batch.mini_batches if mini.num_loss_tokens > 0]
+    fixed = [_fixed_logprobs(state, mini, sums, config, device, steps=config.epochs * len(trained)) for mini in trained]
+    for _ in range(config.epochs):
+        for mini, fixed_of_mini in zip(trained, fixed, strict=True):
+            finite = _optimizer_step(state, batch.version, mini, fixed_of_mini, sums, config, device, lr=lr)
+            _count(state, batch, sums, config, finite=finite)
+    metrics = _metrics(sums) if trained else {}
     state.version += 1
     metrics |= {"optim/lr": lr, "optim/skipped_steps": float(state.skipped_steps)}
     return StepReport(
         version=state.version,
-        stepped=stepped,
+        stepped=sums.stepped > 0,
         metrics=metrics,
         seconds=time.perf_counter() - began,
         num_tokens=sum(len(micro.token_ids) for micro in batch.micro_batches),
-        flops=flops,
+        flops=sums.flops,
+        peak_bytes=peak_bytes(device),
     )
+
+
+def _fixed_logprobs(
+    state: TrainState, mini: MiniBatch, sums: _Sums, config: LearnerConfig, device: torch.device, *, steps: int
+) -> list[_Fixed]:
+    """For each micro-batch, before anything is stepped. A step that is the only one needs no old logprobs: they are
+    its own."""
+    models = (state.policy if steps > 1 else None, state.reference)
+
+    @torch.no_grad()
+    def score(model: PolicyModel | None, micro: MicroBatch) -> Tensor | None:
+        if model is None:
+            return None
+        x = DeviceBatch.of(micro, device=device)
+        sums.flops += forward_flops(state.policy, x.spans, num_scored=len(x.scored_R))
+        return x.logprobs(model, temperature=config.temperature)[0]
+
+    fixed = [_Fixed(*(score(model, micro) for model in models)) for micro in mini.micro_batches]
+    for model in models:
+        if model is not None:
+            reshard(model)
+    return fixed
+
+
+def _optimizer_step(
+    state: TrainState,
+    version: int,
+    mini: MiniBatch,
+    fixed: Sequence[_Fixed],
+    sums: _Sums,
+    config: LearnerConfig,
+    device: torch.device,
+    *,
+    lr: float,
+) -> bool:
+    """Returns whether loss and gradient were finite, and so the optimizer stepped."""
+    denominator = config.loss_denominator or mini.num_loss_tokens
+    loss = torch.zeros((), dtype=torch.float64, device=device)
+    for micro, known in zip(mini.micro_batches, fixed, strict=True):
+        loss += _accumulate(state, DeviceBatch.of(micro, device=device), known, sums, config, version, denominator)
+    dist.all_reduce(loss)
+    norm = gradient_norm(state.policy)
+    sums.denominator += denominator
+    sums.losses.append(loss.item() / denominator)
+    sums.norms.append(norm.item())
+    finite = math.isfinite(sums.losses[-1]) and math.isfinite(sums.norms[-1])
+    if finite:
+        step_optimizer(state.optimizer, state.policy, lr=lr, norm=norm, max_norm=config.max_grad_norm)
+    state.optimizer.zero_grad()
+    return finite
 
 
 def _accumulate(
     state: TrainState,
-    batch: RankBatch,
-    micro: MicroBatch,
-    totals: TokenTotals,
+    x: DeviceBatch,
+    known: _Fixed,
+    sums: _Sums,
     config: LearnerConfig,
-    device: torch.device,
-) -> float:
-    """Add the gradients of one micro-batch; returns the FLOPs of its forward and backward."""
-    x = _to_device(micro, device)
-    logprobs_R, entropy_R = state.policy(
-        x.token_ids_N, x.position_ids_N, x.layout, x.scored_R, temperature=config.temperature
-    )
-    loss = policy_loss(
-        logprobs_R,
-        old_logprobs_R=logprobs_R.detach(),
+    version: int,
+    denominator: float,
+) -> Tensor:
+    """Add the gradients of one micro-batch; returns its summed loss."""
+    logprobs_R, entropy_R = x.logprobs(state.policy, temperature=config.temperature)
+    tokens = TokenBatch(
+        old_logprobs_R=logprobs_R.detach() if known.old_R is None else known.old_R,
         behaviour_logprobs_R=x.behaviour_logprobs_R,
         advantages_R=x.advantages_R,
-        clip_low=config.clip_low,
-        clip_high=config.clip_high,
-        importance_cap=config.importance_cap,
+        sample_R=x.sample_R,
+        reference_logprobs_R=known.reference_R,
     )
-    (loss.loss_R.sum() / batch.num_loss_tokens).backward()
-    totals.add(
-        loss,
-        logprobs_R=logprobs_R.detach(),
-        behaviour_logprobs_R=x.behaviour_logprobs_R,
-        entropy_R=entropy_R,
-        lag_R=batch.version - x.versions_R,
-        importance_cap=config.importance_cap,
-    )
-    return (
-        3 * forward_flops(state.policy, x.layout.lengths, num_scored=len(x.scored_R)) if len(micro.token_ids) else 0.0
-    )
+    loss = policy_loss(logprobs_R, tokens, config=config)
+    total = loss.loss_R.sum()
+    (total / denominator).backward()
+    lag_R = version - x.versions_R
+    sums.totals.add(loss, tokens, entropy_R=entropy_R, lag_R=lag_R, importance_cap=config.importance_cap)
+    sums.flops += 3 * forward_flops(state.policy, x.spans, num_scored=len(x.scored_R))
+    return total.detach()
 
 
-def _to_device(micro: MicroBatch, device: torch.device) -> _DeviceBatch:
-    """An empty micro-batch becomes one token that is not trained: the collectives need a forward to run in."""
-    empty = len(micro.token_ids) == 0
-    token_ids = np.zeros(1, np.int64) if empty else micro.token_ids.astype(np.int64)
-    position_ids = np.zeros(1, np.int64) if empty else micro.position_ids.astype(np.int64)
-    document_starts = np.array([0, 1]) if empty else micro.document_starts
-    scored = np.flatnonzero(micro.loss_mask)
-
-    def send(array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(device)
-
-    return _DeviceBatch(
-        token_ids_N=send(token_ids),
-        position_ids_N=send(position_ids),
-        layout=DocumentLayout.from_starts(document_starts, device=device),
-        scored_R=send(scored),
-        behaviour_logprobs_R=send(micro.behaviour_logprobs[scored]),
-        advantages_R=send(micro.advantages[scored]),
-        versions_R=send(micro.token_versions[scored]),
-    )
+def _metrics(sums: _Sums) -> dict[str, float]:
+    sums.totals.reduce()
+    metrics = sums.totals.metrics(denominator=sums.denominator)
+    return metrics | {"optim/grad_norm": sum(sums.norms) / len(sums.norms)}
 
 
-def _count_skipped(state: TrainState, metrics: dict[str, float], config: LearnerConfig) -> None:
+def _count(state: TrainState, batch: RankBatch, sums: _Sums, config: LearnerConfig, *, finite: bool) -> None:
+    """After an optimizer step, or one that was left out: then keep the batch, and stop the run after too many."""
+    if finite:
+        sums.stepped += 1
+        state.skipped_in_a_row = 0
+        return
     state.skipped_steps += 1
     state.skipped_in_a_row += 1
-    what = f"loss {metrics['loss/policy']}, gradient norm {metrics['optim/grad_norm']} at version {state.version}"
+    what = f"loss {sums.losses[-1]}, gradient norm {sums.norms[-1]} at version {batch.version}"
+    if config.nonfinite_dir is not None:
+        file = Path(config.nonfinite_dir) / f"step_{batch.version:06d}_rank_{dist.get_rank()}.npz"
+        save_batch(batch, file)
+        what += f"; its batch is in {file}"
     if dist.get_rank() == 0:
         logger.warning("training step skipped: %s", what)
     if state.skipped_in_a_row >= config.max_nonfinite_steps:

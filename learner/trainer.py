@@ -10,11 +10,12 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from learner.attention import DocumentLayout
-from learner.checkpoint import export_hugging_face, load_checkpoint, save_checkpoint
-from learner.model import DTYPES, load_policy, reshard, shard
+from learner.checkpoint import CheckpointWriter, export_hugging_face, load_checkpoint
+from learner.loss import check_objective
+from learner.model import DTYPES, PolicyModel, load_policy, reshard, shard
 from learner.optim import build_optimizer
 from learner.step import TrainState, train_step
 from olmorl.contract.errors import ConfigError
@@ -36,17 +37,25 @@ class Trainer:
     def __init__(self, config: LearnerConfig, *, device: torch.device) -> None:
         if config.dtype not in DTYPES:
             raise ConfigError(f"the learner's dtype is {config.dtype!r}; it must be one of {', '.join(DTYPES)}")
+        check_objective(config)
         torch.manual_seed(config.seed)
         self.config = config
         self.device = device
+        self.mesh = make_mesh(device, shard_size=config.shard_size)
+        self.policy = self._load()
+        reference = None
+        if config.kl_beta > 0:
+            reference = self._load().requires_grad_(False)
+        self.state = TrainState(self.policy, build_optimizer(self.policy, config), reference)
+        self._writer = CheckpointWriter()
+
+    def _load(self) -> PolicyModel:
         policy = load_policy(
-            config.model,
-            chunk_tokens=config.logprob_chunk_tokens,
-            activation_checkpointing=config.activation_checkpointing,
+            self.config.model,
+            chunk_tokens=self.config.logprob_chunk_tokens,
+            activation_checkpointing=self.config.activation_checkpointing,
         )
-        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-        self.policy = shard(policy.to(device), mesh, compute_dtype=DTYPES[config.dtype])
-        self.state = TrainState(self.policy, build_optimizer(self.policy, config))
+        return shard(policy.to(self.device), self.mesh, compute_dtype=DTYPES[self.config.dtype])
 
     @property
     def version(self) -> int:
@@ -63,11 +72,13 @@ class Trainer:
             lengths = np.array([len(sequence) for sequence in sequences])
             starts = np.concatenate([[0], np.cumsum(lengths)])
             positions = np.concatenate([np.arange(n) for n in lengths])
+            scored_R = torch.from_numpy(np.flatnonzero(positions)).to(self.device)
             logprobs_R, _ = self.policy(
                 torch.from_numpy(np.concatenate(sequences).astype(np.int64)).to(self.device),
                 torch.from_numpy(positions).to(self.device),
                 DocumentLayout.from_starts(starts, device=self.device),
-                torch.from_numpy(np.flatnonzero(positions)).to(self.device),
+                scored_R=scored_R,
+                context_R=scored_R - 1,
                 temperature=1.0,
             )
             logprobs += np.split(logprobs_R.cpu().numpy(), np.cumsum(lengths - 1)[:-1])
@@ -75,13 +86,32 @@ class Trainer:
         return logprobs
 
     def save(self, path: str) -> None:
-        save_checkpoint(self.state, Path(path))
+        """Begin a checkpoint; training may go on at once. Waits for the one before."""
+        self._writer.begin(self.state, Path(path))
+
+    def finish_save(self) -> None:
+        """Wait for the checkpoint begun last. Needs no other rank, so it may run beside any other method."""
+        self._writer.finish()
+
+    def close(self) -> None:
+        self._writer.close()
 
     def load(self, path: str) -> int:
         return load_checkpoint(self.state, Path(path))
 
     def export(self, path: str) -> None:
         export_hugging_face(self.policy, Path(path), source=self.config.model, dtype=self.config.wire_dtype)
+
+
+def make_mesh(device: torch.device, *, shard_size: int | None) -> DeviceMesh:
+    """One dimension to shard over; with `shard_size` a second one, before it, of replicas."""
+    world_size = dist.get_world_size()
+    if shard_size is None or shard_size == world_size:
+        return init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
+    if world_size % shard_size:
+        raise ConfigError(f"learner.shard_size = {shard_size} does not divide the {world_size} learner ranks")
+    shape = (world_size // shard_size, shard_size)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
 
 
 def pick_device(name: str, *, rank: int) -> torch.device:

@@ -15,6 +15,7 @@ import ray
 import torch
 import torch.distributed as dist
 
+from learner.model import attention_tokens
 from learner.peak import device_peak
 from learner.trainer import Trainer, join_ranks, pick_device
 from learner.weight_sender import WeightSender
@@ -63,6 +64,7 @@ class LearnerWorker:
             peak_bandwidth=peak.bandwidth,
             peak_source=peak.source,
             tensors=(),
+            attention_tokens=attention_tokens(self._started()[0].policy),
         )
 
     def train_step(self, batch: RankBatch) -> StepReport:
@@ -103,8 +105,13 @@ class LearnerWorker:
         """Answers while the process lives."""
 
     def save(self, path: str) -> None:
+        """Returns when the state is copied; it is on disk when `finish_save` returns."""
         with self._one_at_a_time():
             self._started()[0].save(path)
+
+    def finish_save(self) -> None:
+        """Does not wait for a collective call, nor make one wait."""
+        self._started()[0].finish_save()
 
     def load(self, path: str) -> int:
         """Returns the policy version of the checkpoint."""
@@ -119,6 +126,8 @@ class LearnerWorker:
         with self._one_at_a_time():
             if self._sender is not None:
                 self._sender.leave()
+            if self._trainer is not None:
+                self._trainer.close()
             self._trainer = self._sender = None
             if dist.is_initialized():
                 dist.destroy_process_group()

@@ -219,14 +219,25 @@ class LearnerSection(Section):
     step_timeout_seconds: float = Field(3600.0, gt=0)
     """how long a training step, a save or an export may take before a learner counts as lost"""
     activation_checkpointing: bool = False
+    shard_size: int | None = Field(None, ge=1)
+    """ranks that share one copy of the model, the others holding replicas (HSDP); None shards over all ranks"""
     logprob_chunk_tokens: int = Field(1024, ge=1)
     threads: int | None = Field(None, ge=1)
 
 
 class LossSection(Section):
+    objective: Literal["grpo", "gspo", "cispo"] = "grpo"
+    """gspo: one ratio for a whole sample; cispo: beyond clip_high a token's weight is bounded, not its gradient cut"""
     clip_low: float = Field(0.2, ge=0, le=1)
     clip_high: float = Field(0.272, ge=0)
     importance_cap: float = Field(2.0, gt=0)
+    importance_band: tuple[float, float] | None = Field(None, strict=False)
+    """[low, high]: tokens whose importance ratio lies outside are left out of the loss (IcePop)"""
+    kl_beta: float = Field(0.0, ge=0)
+    """weight of the KL term; above 0 a second copy of the model is loaded as the reference"""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    denominator: float | None = Field(None, gt=0)
+    """a constant to divide the summed loss by; None: the number of trained tokens of the optimizer step"""
     advantage: Literal["centered", "standardized", "leave_one_out"] = "centered"
     mask_truncated: bool = False
     """keep samples that hit the length limit out of the loss"""
@@ -235,6 +246,10 @@ class LossSection(Section):
 
 
 class OptimSection(Section):
+    mini_batches: int = Field(1, ge=1)
+    """optimizer steps that a batch is cut into"""
+    epochs: int = Field(1, ge=1)
+    """passes over a batch before the next one"""
     lr: float = Field(1e-6, ge=0)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = Field(0, ge=0)
@@ -329,6 +344,12 @@ class Config(Section):
                 "[sampling] truncates the distribution (top_k, top_p, min_p or repetition_penalty), so the learner "
                 "cannot reproduce the recorded logprobs; set loss.allow_truncated_sampling = true to train anyway"
             )
+        band = self.loss.importance_band
+        if band is not None and not 0 <= band[0] < band[1]:
+            raise ValueError(f"loss.importance_band = {list(band)} is not [low, high] with 0 <= low < high")
+        size, ranks = self.learner.shard_size, self.learner.workers
+        if size is not None and ranks % size:
+            raise ValueError(f"learner.shard_size = {size} does not divide learner.workers = {ranks}")
         if self.loss.advantage == "leave_one_out" and self.rollout.samples_per_prompt < 2:
             raise ValueError("loss.advantage = 'leave_one_out' needs rollout.samples_per_prompt >= 2")
         return self

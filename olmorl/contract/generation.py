@@ -190,3 +190,5 @@ class WorkerInfo:
     peak_source: str
     tensors: tuple[TensorSpec, ...]
     """what a weight update must carry: Hugging Face names, shapes, the dtype on the wire"""
+    attention_tokens: float = float("inf")
+    """of a learner: the length at which attention costs a sample as many FLOPs as the weights do"""

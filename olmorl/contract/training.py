@@ -1,7 +1,9 @@
 """What the driver hands to the learners, and what they say back.
 
-N is the number of tokens of a packed micro-batch, D its documents (one document = prompt + response of a sample).
-Position t of every array speaks of token t: `behaviour_logprobs[t]` is the logprob under which token t was drawn.
+N is the number of tokens of a packed micro-batch, D its documents. A document is prompt and response of a sample; where
+samples of one prompt lie together, the prompt is a document of its own and each response one whose parent it is, so
+that the prompt is computed once. Position t of every array speaks of token t: `behaviour_logprobs[t]` is the logprob
+under which token t was drawn.
 """
 
 from dataclasses import dataclass
@@ -23,11 +25,12 @@ class TrainSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """Documents laid one behind the other, no padding."""
+    """Documents laid one behind the other, no padding. A parent stands before its children."""
 
     token_ids: np.ndarray  # [N] int32
-    position_ids: np.ndarray  # [N] int32, restarts at 0 with each document
+    position_ids: np.ndarray  # [N] int32, of a document from 0, of a child from the end of its parent
     document_starts: np.ndarray  # [D + 1] int32, cumulative lengths
+    parents: np.ndarray  # [D] int32, the document that is read before this one, -1 for none
     loss_mask: np.ndarray  # [N] bool, True on response tokens that are trained
     advantages: np.ndarray  # [N] float32
     behaviour_logprobs: np.ndarray  # [N] float32
@@ -35,14 +38,29 @@ class MicroBatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MiniBatch:
+    """One rank's share of one optimizer step. Every rank has the same number of micro-batches."""
+
+    micro_batches: tuple[MicroBatch, ...]
+    num_loss_tokens: int
+    """unmasked response tokens of this optimizer step over all ranks and micro-batches: the loss denominator"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankBatch:
-    """One rank's share of one training step. Every rank has the same number of micro-batches."""
+    """One rank's share of one training step, which is one optimizer step for each mini-batch and epoch."""
 
     version: int
     """policy version the step trains; the step makes version + 1"""
-    micro_batches: tuple[MicroBatch, ...]
-    num_loss_tokens: int
-    """unmasked response tokens of the whole global batch, over all ranks: the loss denominator"""
+    mini_batches: tuple[MiniBatch, ...]
+
+    @property
+    def micro_batches(self) -> tuple[MicroBatch, ...]:
+        return tuple(micro for mini in self.mini_batches for micro in mini.micro_batches)
+
+    @property
+    def num_loss_tokens(self) -> int:
+        return sum(mini.num_loss_tokens for mini in self.mini_batches)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +74,10 @@ class StepReport:
     metrics: dict[str, float]
     seconds: float
     num_tokens: int
+    """of this rank's share; a prompt that samples share counts once, as it is computed"""
     flops: float
+    peak_bytes: int
+    """most memory held during the step: of the device, on CPU of the process"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,10 +97,17 @@ class LearnerConfig:
     threads: int | None = None
     activation_checkpointing: bool = False
     logprob_chunk_tokens: int = 1024
+    shard_size: int | None = None  # ranks that share one copy of the model; None: all of them
     temperature: float = 1.0
+    objective: str = "grpo"  # "grpo", "gspo" or "cispo"
     clip_low: float = 0.2
     clip_high: float = 0.272
     importance_cap: float = 2.0
+    importance_band: tuple[float, float] | None = None
+    kl_beta: float = 0.0
+    kl_estimator: str = "k3"  # "k1", "k2" or "k3"
+    loss_denominator: float | None = None  # None: the trained tokens of the optimizer step
+    epochs: int = 1
     lr: float = 1e-6
     schedule: str = "constant"  # "constant", "linear" or "cosine"
     warmup_steps: int = 0
@@ -89,5 +117,6 @@ class LearnerConfig:
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
     max_nonfinite_steps: int = 3
+    nonfinite_dir: str | None = None  # where the batch of a skipped step is kept
     seed: int = 0
     wire_dtype: str = "float32"

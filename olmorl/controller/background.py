@@ -8,13 +8,18 @@ from olmorl.contract.errors import WorkerError
 
 T = TypeVar("T")
 
+UPDATE = "update"  # the job that sends new weights out
+
 
 class Background:
-    """Loops run until they are stopped; one that ends by itself has failed. A job ends, and may fail doing so."""
+    """Loops run until they are stopped; one that ends by itself has failed. A job ends, and may fail doing so.
+
+    Of each name there is one at a time.
+    """
 
     def __init__(self) -> None:
         self._loops: dict[str, asyncio.Task[None]] = {}
-        self._job: asyncio.Task[None] | None = None
+        self._jobs: dict[str, asyncio.Task[None]] = {}
 
     def start_loop(self, name: str, work: Coroutine[Any, Any, None]) -> None:
         self._loops[name] = asyncio.create_task(work, name=name)
@@ -29,22 +34,27 @@ class Background:
     def runs(self, name: str) -> bool:
         return name in self._loops
 
-    def start_job(self, work: Coroutine[Any, Any, None]) -> None:
-        assert self._job is None, "finish_job() first: there is one job at a time"
-        self._job = asyncio.create_task(work)
+    def start_job(self, work: Coroutine[Any, Any, None], *, name: str = UPDATE) -> None:
+        assert name not in self._jobs, f"finish_job({name!r}) first: there is one at a time"
+        self._jobs[name] = asyncio.create_task(work, name=name)
 
-    async def finish_job(self) -> None:
-        """Wait for the job, if there is one."""
-        if self._job is not None:
-            await self.unless_failed(self._job)
-            self._job = None
+    async def finish_job(self, name: str = UPDATE) -> None:
+        """Wait for the job of that name, if there is one."""
+        if name in self._jobs:
+            await self.unless_failed(self._jobs[name])
+            del self._jobs[name]
+
+    async def end_job(self, name: str, *, timeout: float) -> None:
+        """Give the job of that name, if there is one, so long to end, well or not."""
+        if name in self._jobs:
+            await asyncio.wait([self._jobs[name]], timeout=timeout)
 
     async def unless_failed(self, work: Coroutine[Any, Any, T] | asyncio.Future[T]) -> T:
         """Await `work`, but raise at once if something in the background fails meanwhile."""
         task = asyncio.ensure_future(work)
         try:
             while True:
-                jobs = [self._job] if self._job is not None and not self._job.done() else []
+                jobs = [job for job in self._jobs.values() if not job.done()]
                 await asyncio.wait([task, *self._loops.values(), *jobs], return_when=asyncio.FIRST_COMPLETED)
                 self._raise_failure()
                 if task.done():
@@ -54,7 +64,7 @@ class Background:
 
     async def close(self) -> None:
         """Cancel everything and wait for its end."""
-        tasks = [*self._loops.values(), *([self._job] if self._job else [])]
+        tasks = [*self._loops.values(), *self._jobs.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -63,8 +73,9 @@ class Background:
         for name, loop in self._loops.items():
             if loop.done():
                 raise first_cause(loop.exception() or WorkerError(f"the {name} loop ended by itself"))
-        if self._job is not None and self._job.done() and (error := self._job.exception()) is not None:
-            raise first_cause(error)
+        for job in self._jobs.values():
+            if job.done() and (error := job.exception()) is not None:
+                raise first_cause(error)
 
 
 def first_cause(error: BaseException) -> BaseException:

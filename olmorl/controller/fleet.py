@@ -23,6 +23,8 @@ class Fleet:
     learners: list[Remote]
     engine_infos: list[WorkerInfo]
     learner_peak_flops: float
+    attention_tokens: float
+    """length of a sample whose attention costs as much as its weights"""
 
     @property
     def engine_peak(self) -> Peak:
@@ -46,7 +48,13 @@ async def start_fleet(config: Config, *, cluster: Cluster, placement: Placement)
     learner_info = await learners[0].call("info", timeout=deadline)
     if any(info.tensors != infos[0].tensors for info in infos):
         raise ModelError("the inference workers hold different models; are their model folders the same?")
-    return Fleet(engines=engines, learners=learners, engine_infos=infos, learner_peak_flops=learner_info.peak_flops)
+    return Fleet(
+        engines=engines,
+        learners=learners,
+        engine_infos=infos,
+        learner_peak_flops=learner_info.peak_flops,
+        attention_tokens=learner_info.attention_tokens,
+    )
 
 
 async def replace_engine(slot: int, number: int, *, config: Config, cluster: Cluster, placement: Placement) -> Remote:
@@ -103,11 +111,18 @@ def _learner_config(config: Config, placement: Placement) -> LearnerConfig:
         device=placement.learner_device,
         threads=placement.learner_threads,
         activation_checkpointing=learner.activation_checkpointing,
+        shard_size=learner.shard_size,
         logprob_chunk_tokens=learner.logprob_chunk_tokens,
         temperature=config.sampling.temperature,
+        objective=loss.objective,
         clip_low=loss.clip_low,
         clip_high=loss.clip_high,
         importance_cap=loss.importance_cap,
+        importance_band=loss.importance_band,
+        kl_beta=loss.kl_beta,
+        kl_estimator=loss.kl_estimator,
+        loss_denominator=loss.denominator,
+        epochs=optim.epochs,
         lr=optim.lr,
         schedule=optim.schedule,
         warmup_steps=optim.warmup_steps,
@@ -116,6 +131,7 @@ def _learner_config(config: Config, placement: Placement) -> LearnerConfig:
         eps=optim.eps,
         weight_decay=optim.weight_decay,
         max_grad_norm=optim.max_grad_norm,
+        nonfinite_dir=str(config.run.directory.absolute() / "logs" / "nonfinite"),
         seed=config.run.seed,
         wire_dtype=resolve_dtype(config, placement.inference_device),
     )

@@ -29,6 +29,9 @@ from olmorl.data.prompt import Prompt
 
 T = TypeVar("T")
 
+CHECKPOINT = "checkpoint"  # the background job that writes one
+CLOSING_SECONDS = 60.0  # that it gets when a run is stopped
+
 
 class Session:
     def __init__(
@@ -103,6 +106,8 @@ class Session:
             version=batch.version,
             num_ranks=len(self._fleet.learners),
             tokens_per_micro_batch=self._config.learner.tokens_per_micro_batch,
+            num_mini_batches=self._config.optim.mini_batches,
+            attention_tokens=self._fleet.attention_tokens,
         )
         deadline = self._config.learner.step_timeout_seconds
         calls = [
@@ -135,23 +140,35 @@ class Session:
         await self._background.finish_job()
 
     async def checkpoint(self) -> None:
-        """Save weights, optimizer and driver state of the step just trained, if one is due."""
+        """Begin to save weights, optimizer and driver state of the step just trained, if one is due.
+
+        Returns when the learners have copied their state; the files are written while training goes on. Waits for the
+        checkpoint before this one.
+        """
         if self._state is None:
             return
+        state, self._state = self._state, None
         await self.settle()
         started = time.perf_counter()
+        await self._background.finish_job(CHECKPOINT)
         folder = self._directory.checkpoint(self.version)
         folder.mkdir(parents=True)
         await self._all_learners("save", str(folder / "learner"))
-        self._state.save(folder)
-        keep = self._config.checkpoint.keep
-        await asyncio.to_thread(self._directory.complete_checkpoint, self.version, keep=keep)
+        self._background.start_job(self._complete_checkpoint(self.version, state), name=CHECKPOINT)
         self._times.checkpoint = time.perf_counter() - started
-        self._state = None
+
+    async def _complete_checkpoint(self, version: int, state: DriverState) -> None:
+        """The marker is set when every rank's files are on disk; a run killed before has the checkpoint before."""
+        deadline = self._config.learner.step_timeout_seconds
+        await gather([learner.call("finish_save", timeout=deadline) for learner in self._fleet.learners])
+        state.save(self._directory.checkpoint(version))
+        keep = self._config.checkpoint.keep
+        await asyncio.to_thread(self._directory.complete_checkpoint, version, keep=keep)
 
     async def finish(self) -> None:
-        """After the last step: the last update is live, the books close, the model is exported."""
+        """After the last step: the last update is live and saved, the books close, the model is exported."""
         await self.settle()
+        await self._background.finish_job(CHECKPOINT)
         await self._stop_rollouts()
         self._recorder.close_books(received_tokens=self._service.tokens_received, pending_tokens=self._pending_tokens)
         if self._config.checkpoint.export:
@@ -161,7 +178,8 @@ class Session:
         return self._recorder.summary(steps=self.version, exit_reason=exit_reason)
 
     async def close(self) -> None:
-        """Stop everything that still runs in the background."""
+        """Stop everything that still runs in the background; a checkpoint under way may first be completed."""
+        await self._background.end_job(CHECKPOINT, timeout=CLOSING_SECONDS)
         await self._background.close()
         await self._sync.close()
         await self._service.close()

@@ -11,10 +11,12 @@ _GROUPS = {
     "reward": "mean std solve_rate <source>/mean zero_variance_fraction unscored_fraction",
     "rollout": "response_length_mean response_length_max response_length_p95 truncated_fraction entropy",
     "off_policy": (
-        "version_lag_mean version_lag_max token_age_mean importance_ratio_mean importance_ratio_max capped_fraction"
+        "version_lag_mean version_lag_max token_age_mean importance_ratio_mean importance_ratio_max "
+        "importance_weight_mean capped_fraction banned_fraction"
     ),
     "mismatch": "logprob_abs_diff_mean logprob_abs_diff_max kl",
     "canary": "logprob_abs_diff_mean logprob_abs_diff_max checksum_ok",
+    "age": "<n>/token_share <n>/loss <n>/mismatch",
     "loss": "policy kl clip_fraction",
     "optim": "lr grad_norm skipped_steps",
     "throughput": (

@@ -199,3 +199,11 @@ def test_imports_no_torch() -> None:
         "import sys, olmorl.config.load, olmorl.config.dump; sys.exit('torch' in sys.modules or 'ray' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_learner_switches_are_checked_together() -> None:
+    config = load_config(None, [*NEEDED, "loss.importance_band=[0.5, 5.0]", "beta=0.1", "num_mini_batches=4"])
+    assert (config.loss.importance_band, config.loss.kl_beta, config.optim.mini_batches) == ((0.5, 5.0), 0.1, 4)
+    assert "importance_band = [5.0, 0.5]" in refusal(None, *NEEDED, "loss.importance_band=[5.0, 0.5]")
+    assert "does not divide learner.workers = 4" in refusal(None, *NEEDED, "learner.workers=4", "learner.shard_size=3")
+    assert "loss.objective" in refusal(None, *NEEDED, "loss.objective=ppo")

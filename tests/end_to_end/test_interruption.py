@@ -27,13 +27,12 @@ def checkpoints(command: Any) -> dict[str, bool]:
 def test_kill_and_resume(command: Any, checks: Any) -> None:
     settings = [f"run.steps={STEPS}", "checkpoint.every=3"]
     process = command.start(*settings)
-    command.wait_for(has_row(command, 4), process)
+    command.wait_for(lambda: has_row(command, 4)() and checkpoints(command).get("step_000003", False), process)
     assert len(command.processes()) > 5, "the search for processes finds too few"
     os.kill(process.pid, signal.SIGKILL)
     process.communicate(timeout=60)  # ends only when all who hold its pipes are gone
     # Two helpers of Ray's look for their dead cluster for a minute before they end too.
     command.assert_nothing_left(but=("ray::DashboardAgent", "ray::RuntimeEnvAgent"))
-    assert checkpoints(command)["step_000003"]
 
     command.run(*settings, "--resume")
     assert command.summary()["exit_reason"] == "finished"
@@ -49,6 +48,21 @@ def test_kill_and_resume(command: Any, checks: Any) -> None:
     seeds = {row.prompt_id: row.seed for row in read_attempt(command, 1)}
     again = [row for row in redone.values() if row.prompt_id in seeds]
     assert again and all(row.seed == seeds[row.prompt_id] for row in again), "another seed for the same occurrence"
+
+
+def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(command: Any, checks: Any) -> None:
+    process = command.start("run.steps=400", "checkpoint.every=1", "checkpoint.keep=3")
+    command.wait_for(lambda: set(checkpoints(command).values()) == {True, False}, process)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate(timeout=60)
+    newest = max(name for name, complete in checkpoints(command).items() if complete)
+    step = int(newest.removeprefix("step_"))
+
+    command.run(f"run.steps={step + 2}", "checkpoint.every=1", "--resume")
+    assert checkpoints(command)[f"step_{step + 2:06d}"] and all(checkpoints(command).values())
+    checks.one_row_a_step(command, step + 2)
+    checks.one_fate_each(command)
+    assert {row.attempt for row in command.rollouts() if row.step > step} == {2}
 
 
 def read_attempt(command: Any, attempt: int) -> list[Any]:

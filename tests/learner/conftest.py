@@ -82,14 +82,16 @@ def samples() -> list[TrainSample]:
 
 
 def make_samples(count: int, *, seed: int, version: int = 0) -> list[TrainSample]:
-    """Ragged samples with some masked tokens and tokens of two versions; engine logprobs near ln(1 / vocabulary)."""
+    """Ragged samples, three of a prompt, with some masked tokens and tokens of two versions."""
     rng = np.random.default_rng(seed)
     samples = []
     for index in range(count):
-        prompt, response = int(rng.integers(1, 6)), int(rng.integers(1, 30))
+        if index % 3 == 0:
+            prompt = rng.integers(3, VOCABULARY, int(rng.integers(1, 12))).astype(np.int32)
+        response = int(rng.integers(1, 30))
         samples.append(
             TrainSample(
-                prompt_token_ids=rng.integers(3, VOCABULARY, prompt).astype(np.int32),
+                prompt_token_ids=prompt,
                 token_ids=rng.integers(3, VOCABULARY, response).astype(np.int32),
                 logprobs=rng.normal(-3.5, 1.5, response).astype(np.float32),
                 token_versions=np.sort(rng.integers(version - 1, version + 1, response)).astype(np.int32),

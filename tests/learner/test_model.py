@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma2Config
 
 from learner.attention import DocumentLayout
-from learner.model import forward_flops, layer_windows, load_policy
+from learner.model import attention_tokens, forward_flops, layer_windows, load_policy
 from olmorl.contract.errors import ModelError
 
 CPU = torch.device("cpu")
@@ -27,7 +27,10 @@ def test_packed_equals_each_document_alone(
     positions = torch.cat([torch.arange(n) for n in LENGTHS])
     layout = DocumentLayout.from_starts(np.concatenate([[0], np.cumsum(LENGTHS)]), device=CPU)
 
-    logprobs_R, entropy_R = policy(torch.cat(documents), positions, layout, positions.nonzero()[:, 0], temperature=0.8)
+    scored_R = positions.nonzero()[:, 0]
+    logprobs_R, entropy_R = policy(
+        torch.cat(documents), positions, layout, scored_R=scored_R, context_R=scored_R - 1, temperature=0.8
+    )
     expected = [(plain(d[None]).logits[0, :-1] / 0.8).log_softmax(-1) for d in documents]
     chosen = torch.cat([e.gather(-1, d[1:, None])[:, 0] for e, d in zip(expected, documents, strict=True)])
     torch.testing.assert_close(logprobs_R, chosen, rtol=1e-5, atol=2e-5)
@@ -45,12 +48,23 @@ def test_packed_equals_each_document_alone(
 def test_flops_count_products_and_attended_pairs(model_folder: Callable[[str], str]) -> None:
     policy = load_policy(model_folder("olmo3"))
     assert layer_windows(policy.config) == [7, None]
-    pairs_windowed = sum(min(i + 1, 7) for n in (10, 4) for i in range(n))
-    pairs_full = sum(i + 1 for n in (10, 4) for i in range(n))
+    positions = [*range(10), *range(4), *range(6, 9)]  # the last document is a child of six tokens' parent
+    pairs_windowed = sum(min(i + 1, 7) for i in positions)
+    pairs_full = sum(i + 1 for i in positions)
     embedding = head = 23 * 32
     body = sum(p.numel() for p in policy.parameters()) - embedding - head
-    expected = 2 * body * 14 + 2 * head * 5 + 4 * 32 * (pairs_windowed + pairs_full)
-    assert forward_flops(policy, (10, 4), num_scored=5) == expected
+    expected = 2 * body * 17 + 2 * head * 5 + 4 * 32 * (pairs_windowed + pairs_full)
+    assert forward_flops(policy, ((0, 10), (0, 4), (6, 3)), num_scored=5) == expected
+
+
+def test_attention_tokens_are_where_attention_costs_as_much_as_the_weights(model_folder: Callable[[str], str]) -> None:
+    policy = load_policy(model_folder("olmo2"))
+    length = round(attention_tokens(policy))
+    whole = forward_flops(policy, ((0, length),), num_scored=length)
+    weights = 2.0 * (policy.num_body_parameters + policy.num_head_parameters) * length
+    assert whole == pytest.approx(2 * weights, rel=0.02)
+    windowed = attention_tokens(load_policy(model_folder("olmo3")))
+    assert windowed > 1.9 * length, "half its layers see a window"
 
 
 def test_missing_and_unsupported_models_are_refused(tmp_path: object) -> None:

@@ -2,44 +2,98 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from learner.batch_file import load_batch
 from learner.pack import pack
 from learner.trainer import Trainer
 from olmorl.contract.errors import WorkerError
 from olmorl.contract.training import LearnerConfig, RankBatch, StepReport, TrainSample
+from olmorl.metrics.names import is_declared
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
-def reference_step(config: LearnerConfig, samples: list[TrainSample]) -> tuple[PreTrainedModel, float, float]:
-    """Model after one step, its loss and its gradient norm: sample by sample, token by token, transformers alone."""
-    model = AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32, attn_implementation="eager")
+@dataclass(frozen=True)
+class Reference:
+    """What a slow step came to: its last loss and the mean of its gradient norms over optimizer steps."""
+
+    model: PreTrainedModel
+    losses: list[float]
+    norms: list[float]
+
+
+def load(config: LearnerConfig) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32, attn_implementation="eager")
+
+
+def trained_logprobs(model: PreTrainedModel, sample: TrainSample, temperature: float) -> list[torch.Tensor]:
+    """Of each trained token, one by one."""
+    tokens = torch.from_numpy(np.concatenate([sample.prompt_token_ids, sample.token_ids]).astype(np.int64))
+    logprobs = (model(tokens[None]).logits[0] / temperature).log_softmax(-1)
+    start = len(sample.prompt_token_ids)
+    return [logprobs[start + t - 1, tokens[start + t]] for t in np.flatnonzero(sample.loss_mask)]
+
+
+def sample_loss(
+    config: LearnerConfig,
+    current: list[torch.Tensor],
+    old: list[float],
+    reference: list[float],
+    sample: TrainSample,
+) -> torch.Tensor:
+    """Summed over the trained tokens of one sample, from the formulas."""
+    behaviour = sample.logprobs[sample.loss_mask].tolist()
     total = torch.zeros((), dtype=torch.float64)
-    count = sum(int(s.loss_mask.sum()) for s in samples)
-    for sample in samples:
-        tokens = torch.from_numpy(np.concatenate([sample.prompt_token_ids, sample.token_ids]).astype(np.int64))
-        logprobs = (model(tokens[None]).logits[0] / config.temperature).log_softmax(-1)
-        for t, trained in enumerate(sample.loss_mask):
-            if trained:
-                position = len(sample.prompt_token_ids) + t
-                logprob = logprobs[position - 1, tokens[position]]
-                rho = min(math.exp(logprob.item() - float(sample.logprobs[t])), config.importance_cap)
-                q = (logprob - logprob.detach()).exp()
-                clipped = q.clamp(1 - config.clip_low, 1 + config.clip_high)
-                total = total - rho * torch.minimum(q * sample.advantage, clipped * sample.advantage)
-    loss = total / count
-    loss.backward()
+    log_q = [c - o for c, o in zip(current, old, strict=True)]
+    if config.objective == "gspo" and log_q:
+        log_q = [sum(log_q) / len(log_q)] * len(log_q)
+    for c, lq, o, b, r in zip(current, log_q, old, behaviour, reference, strict=True):
+        ratio = math.exp(o - b)
+        rho = min(ratio, config.importance_cap)
+        if config.importance_band and not config.importance_band[0] <= ratio <= config.importance_band[1]:
+            rho = 0.0
+        q = lq.exp()
+        if config.objective == "cispo":
+            gain = min(q.item(), 1 + config.clip_high) * sample.advantage * c
+        else:
+            clipped = q.clamp(1 - config.clip_low, 1 + config.clip_high)
+            gain = torch.minimum(q * sample.advantage, clipped * sample.advantage)
+        total = total - rho * gain
+        if config.kl_beta > 0:
+            d = c - r
+            kl = {"k1": d, "k2": d * d / 2, "k3": (-d).exp() - 1 + d}[config.kl_estimator]
+            total = total + config.kl_beta * kl
+    return total
+
+
+def reference_steps(config: LearnerConfig, batches: list[list[TrainSample]]) -> Reference:
+    """Optimizer steps on `batches` in turn, config.epochs times: sample by sample, transformers alone."""
+    model, losses, norms = load(config), [], []
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, eps=config.eps, weight_decay=0.0)
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
-    optimizer.step()
-    return model, loss.item(), norm.item()
+    samples = [sample for batch in batches for sample in batch]
+    with torch.no_grad():
+        old = {id(s): [x.item() for x in trained_logprobs(model, s, config.temperature)] for s in samples}
+    for batch in batches * config.epochs:
+        count = config.loss_denominator or sum(int(s.loss_mask.sum()) for s in batch)
+        loss = torch.zeros((), dtype=torch.float64)
+        for s in batch:
+            current = trained_logprobs(model, s, config.temperature)
+            loss = loss + sample_loss(config, current, old[id(s)], old[id(s)], s) / count
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm).item())
+        losses.append(loss.item())
+        optimizer.step()
+    return Reference(model, losses, norms)
 
 
 def run_step(
@@ -54,6 +108,12 @@ def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
     return {n: p.detach().full_tensor() for n, p in trainer.policy.hugging_face_parameters().items()}
 
 
+def assert_equal_models(trainer: Trainer, reference: Reference) -> None:
+    ours = weights(trainer)
+    for name, parameter in reference.model.named_parameters():
+        torch.testing.assert_close(ours[name], parameter.detach(), rtol=1e-5, atol=2e-6, msg=name)
+
+
 @pytest.mark.parametrize("family", ["olmo2", "llama_tied", "olmo3"])
 @pytest.mark.parametrize("tokens_per_micro_batch", [1, 64, 100_000])
 def test_equals_the_reference(
@@ -64,15 +124,55 @@ def test_equals_the_reference(
     tokens_per_micro_batch: int,
 ) -> None:
     config = replace(config, model=model_folder(family), temperature=0.9)
-    model, loss, norm = reference_step(config, samples)
+    reference = reference_steps(config, [samples])
     trainer, report = run_step(config, samples, tokens_per_micro_batch)
     assert report.stepped and report.version == trainer.version == 1
-    assert report.metrics["loss/policy"] == pytest.approx(loss, rel=1e-5)
-    assert report.metrics["optim/grad_norm"] == pytest.approx(norm, rel=1e-5)
-    assert norm > config.max_grad_norm, "the case must exercise the clip"
-    ours = weights(trainer)
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(ours[name], parameter.detach(), rtol=1e-5, atol=1e-6, msg=name)
+    assert report.metrics["loss/policy"] == pytest.approx(reference.losses[0], rel=1e-5)
+    assert report.metrics["optim/grad_norm"] == pytest.approx(reference.norms[0], rel=1e-5)
+    assert reference.norms[0] > config.max_grad_norm, "the case must exercise the clip"
+    assert_equal_models(trainer, reference)
+
+
+SWITCHES: dict[str, dict] = {
+    "plain": {},
+    "gspo": {"objective": "gspo"},
+    "cispo": {"objective": "cispo"},
+    "icepop": {"importance_band": (0.5, 1.5)},
+    "k1": {"kl_beta": 0.5, "kl_estimator": "k1"},
+    "k2": {"kl_beta": 0.5, "kl_estimator": "k2"},
+    "k3": {"kl_beta": 0.5, "kl_estimator": "k3"},
+    "constant": {"loss_denominator": 77.0},
+    "all": {"objective": "gspo", "importance_band": (0.2, 3.0), "kl_beta": 0.1, "loss_denominator": 31.0},
+}
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+@pytest.mark.parametrize(("mini_batches", "epochs"), [(1, 1), (3, 2)])
+def test_every_switch_equals_its_reference(
+    config: LearnerConfig, samples: list[TrainSample], switch: str, mini_batches: int, epochs: int
+) -> None:
+    config = replace(config, epochs=epochs, lr=0.2, **SWITCHES[switch])
+    cuts = [len(samples) * i // mini_batches for i in range(mini_batches + 1)]
+    reference = reference_steps(config, [samples[begin:end] for begin, end in pairwise(cuts)])
+    trainer = Trainer(config, device=CPU)
+    (batch,) = pack(samples, version=0, num_ranks=1, tokens_per_micro_batch=64, num_mini_batches=mini_batches)
+    report = trainer.train_step(batch)
+    assert (trainer.state.reference is None) == (config.kl_beta == 0)
+    assert report.stepped and report.version == 1, "however many optimizer steps, one version"
+    assert len(reference.losses) == mini_batches * epochs
+    assert report.metrics["optim/grad_norm"] == pytest.approx(np.mean(reference.norms), rel=1e-5)
+    if mini_batches > 1 and config.objective == "grpo":
+        assert report.metrics["loss/clip_fraction"] > 0, "the case must exercise the clip"
+    assert_equal_models(trainer, reference)
+
+
+@pytest.mark.parametrize("order", [[10, 3, 7, 0, 5, 1, 9, 2, 8, 4, 6], list(range(10, -1, -1))])
+def test_the_order_of_samples_changes_nothing(
+    config: LearnerConfig, samples: list[TrainSample], order: list[int]
+) -> None:
+    straight, _ = run_step(config, samples)
+    shuffled, _ = run_step(config, [samples[i] for i in order], 41)
+    torch.testing.assert_close(weights(shuffled), weights(straight), rtol=1e-5, atol=1e-6)
 
 
 def test_activation_checkpointing_changes_nothing(config: LearnerConfig, samples: list[TrainSample]) -> None:
@@ -93,6 +193,7 @@ def test_metrics_say_what_the_tokens_say(config: LearnerConfig, samples: list[Tr
     trainer = Trainer(config, device=CPU)
     logprobs = np.concatenate([raw_response_logprobs(config, s)[s.loss_mask] for s in samples])
     behaviour = np.concatenate([s.logprobs[s.loss_mask] for s in samples])
+    advantage = np.concatenate([np.full(int(s.loss_mask.sum()), s.advantage) for s in samples])
     lag = -np.concatenate([s.token_versions[s.loss_mask] for s in samples])
     (batch,) = pack(samples, version=0, num_ranks=1, tokens_per_micro_batch=50)
     report = trainer.train_step(batch)
@@ -104,7 +205,14 @@ def test_metrics_say_what_the_tokens_say(config: LearnerConfig, samples: list[Tr
         "off_policy/version_lag_max": 1.0,
         "off_policy/importance_ratio_mean": ratio.mean(),
         "off_policy/importance_ratio_max": ratio.max(),
+        "off_policy/importance_weight_mean": np.minimum(ratio, 2.0).mean(),
         "off_policy/capped_fraction": (ratio > 2.0).mean(),
+        "off_policy/banned_fraction": 0.0,
+        "age/0/token_share": (lag == 0).mean(),
+        "age/1/token_share": (lag == 1).mean(),
+        "age/0/mismatch": np.abs(logprobs - behaviour)[lag == 0].mean(),
+        "age/1/mismatch": np.abs(logprobs - behaviour)[lag == 1].mean(),
+        "age/1/loss": -(np.minimum(ratio, 2.0) * advantage)[lag == 1].mean(),
         "mismatch/logprob_abs_diff_mean": np.abs(diff).mean(),
         "mismatch/logprob_abs_diff_max": np.abs(diff).max(),
         "mismatch/kl": (np.exp(diff) - 1 - diff).mean(),
@@ -113,8 +221,9 @@ def test_metrics_say_what_the_tokens_say(config: LearnerConfig, samples: list[Tr
     }
     assert {name: report.metrics[name] for name in expected} == pytest.approx(expected, rel=1e-4)
     assert 0 < report.metrics["rollout/entropy"] < math.log(23)
-    assert report.num_tokens == sum(len(s.prompt_token_ids) + len(s.token_ids) for s in samples)
-    assert report.flops > 0
+    assert report.num_tokens == sum(len(micro.token_ids) for micro in batch.micro_batches)
+    assert report.flops > 0 and report.peak_bytes > 1 << 20
+    assert all(is_declared(name) for name in report.metrics)
 
 
 def raw_response_logprobs(config: LearnerConfig, sample: TrainSample) -> np.ndarray:
@@ -149,12 +258,13 @@ def test_no_signal_no_step_but_a_new_version(
 
 
 def test_steps_that_are_not_finite_are_left_out_then_stop_the_run(
-    config: LearnerConfig, samples: list[TrainSample]
+    config: LearnerConfig, samples: list[TrainSample], tmp_path: Path
 ) -> None:
     def batch(version: int, *, broken: bool) -> RankBatch:
         first = replace(samples[0], advantage=math.nan if broken else 1.0)
         return pack([first, *samples[1:]], version=version, num_ranks=1, tokens_per_micro_batch=64)[0]
 
+    config = replace(config, nonfinite_dir=str(tmp_path / "kept"))
     trainer = Trainer(config, device=CPU)
     start = weights(trainer)
     for version in (0, 1):
@@ -167,6 +277,30 @@ def test_steps_that_are_not_finite_are_left_out_then_stop_the_run(
         trainer.train_step(batch(version, broken=True))
     with pytest.raises(WorkerError, match="3 training steps in a row were not finite"):
         trainer.train_step(batch(5, broken=True))
+    files = sorted(Path(config.nonfinite_dir).iterdir())
+    assert [file.name for file in files] == [f"step_{v:06d}_rank_0.npz" for v in (0, 1, 3, 4, 5)]
+    assert_equal_batches(load_batch(files[2]), batch(3, broken=True))
+
+
+def assert_equal_batches(one: RankBatch, two: RankBatch) -> None:
+    assert one.version == two.version and len(one.mini_batches) == len(two.mini_batches)
+    for a, b in zip(one.mini_batches, two.mini_batches, strict=True):
+        assert a.num_loss_tokens == b.num_loss_tokens
+        for x, y in zip(a.micro_batches, b.micro_batches, strict=True):
+            for field in fields(x):
+                np.testing.assert_array_equal(getattr(x, field.name), getattr(y, field.name))
+
+
+def test_one_bad_mini_batch_is_left_out_alone(config: LearnerConfig, samples: list[TrainSample]) -> None:
+    first = replace(samples[0], advantage=math.nan)
+    (batch,) = pack([first, *samples[1:]], version=0, num_ranks=1, tokens_per_micro_batch=64, num_mini_batches=2)
+    trainer = Trainer(config, device=CPU)
+    report = trainer.train_step(batch)
+    assert report.stepped and report.metrics["optim/skipped_steps"] == 1
+    (good,) = pack(samples[5:], version=0, num_ranks=1, tokens_per_micro_batch=64)
+    alone = Trainer(config, device=CPU)
+    alone.train_step(good)
+    torch.testing.assert_close(weights(trainer), weights(alone), rtol=1e-5, atol=1e-6)
 
 
 def test_a_batch_of_another_version_is_refused(config: LearnerConfig, samples: list[TrainSample]) -> None:

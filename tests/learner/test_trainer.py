@@ -1,5 +1,6 @@
 """Scoring, checkpoints and export of one rank."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
+from learner.checkpoint import export_hugging_face
 from learner.pack import pack
 from learner.trainer import Trainer, pick_device
 from olmorl.contract.errors import ConfigError, WorkerError
@@ -60,6 +62,7 @@ def test_scoring_leaves_no_whole_and_no_old_weights_behind(
     start = trainer.score(request)[0]
     assert all(isinstance(parameter, DTensor) for parameter in trainer.policy.parameters())
     trainer.save(str(tmp_path / "start"))
+    trainer.finish_save()
     trainer.train_step(batch_of(samples, 0))
     assert np.abs(trainer.score(request)[0] - start).max() > 1e-4
     trainer.load(str(tmp_path / "start"))
@@ -73,6 +76,8 @@ def test_a_resumed_run_continues_bit_for_bit(config: LearnerConfig, samples: lis
         whole.train_step(batch_of(samples, version))
     whole.save(str(tmp_path / "checkpoint"))
     tail = [whole.train_step(batch_of(samples, version)).metrics for version in (2, 3)]
+
+    whole.finish_save()  # only now: the copy was taken before the steps above
 
     resumed = Trainer(config, device=CPU)
     assert resumed.load(str(tmp_path / "checkpoint")) == 2
@@ -106,6 +111,32 @@ def test_the_export_loads_in_transformers_and_says_the_same(
     for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json"):
         assert (target / name).read_bytes() == (Path(model_folder(family)) / name).read_bytes()
     assert [path.name for path in target.parent.iterdir()] == [target.name]
+
+
+def test_a_large_model_is_exported_in_shards(config: LearnerConfig, tmp_path: Path) -> None:
+    trainer = Trainer(config, device=CPU)
+    target = tmp_path / "shards"
+    export_hugging_face(trainer.policy, target, source=config.model, dtype="float32", max_shard_bytes=20_000)
+    shards = {path.name for path in target.glob("*.safetensors")}
+    index = json.loads((target / "model.safetensors.index.json").read_text())
+    assert len(shards) > 2 and set(index["weight_map"].values()) == shards
+    request = ScoreRequest(sequences=(np.arange(3, 20, dtype=np.int32),))
+    scores = transformers_scores(str(target), request.sequences)
+    np.testing.assert_allclose(trainer.score(request)[0], scores[0], atol=1e-5)
+
+
+def test_a_failed_save_is_told_when_it_is_waited_for(
+    config: LearnerConfig, samples: list[TrainSample], tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    trainer = Trainer(config, device=CPU)
+    trainer.save(str(tmp_path / "file" / "checkpoint"))
+    trainer.train_step(batch_of(samples, 0))
+    with pytest.raises(WorkerError, match="checkpoint"):
+        trainer.finish_save()
+    trainer.save(str(tmp_path / "checkpoint"))
+    trainer.finish_save()
+    assert trainer.load(str(tmp_path / "checkpoint")) == 1
 
 
 def test_bad_settings_are_refused(config: LearnerConfig) -> None:

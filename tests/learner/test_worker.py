@@ -56,6 +56,57 @@ def assert_equal_weights(one: Path, two: Path) -> None:
         np.testing.assert_allclose(a[name], b[name], rtol=1e-5, atol=1e-6, err_msg=name)
 
 
+def everything(ranks: Any, samples: list[TrainSample], *, version: int) -> list[Any]:
+    """A step with two mini-batches, on ranks in processes of their own or on a trainer in this one."""
+    alone = isinstance(ranks, Trainer)
+    batches = pack(
+        samples,
+        version=version,
+        num_ranks=1 if alone else len(ranks.workers),
+        tokens_per_micro_batch=37,
+        num_mini_batches=2,
+        attention_tokens=30.0,
+    )
+    return [ranks.train_step(batches[0])] if alone else ranks.call("train_step", each=batches)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_four_ranks_in_two_replicas_train_as_one_and_resume_as_two_and_one(
+    start_ranks: Callable, config: LearnerConfig, samples: list[TrainSample], tmp_path: Path
+) -> None:
+    """With mini-batches, epochs and a reference model. The ranks' checkpoint and the single one's meet on two ranks."""
+    config = replace(config, objective="gspo", importance_band=(0.2, 3.0), kl_beta=0.3, epochs=2)
+    one, four = Trainer(config, device=torch.device("cpu")), start_ranks(replace(config, shard_size=2), 4)
+    for version in range(2):
+        (single,) = everything(one, samples, version=version)
+        reports = everything(four, samples, version=version)
+        assert all(report.metrics == reports[0].metrics for report in reports)
+        for name, value in single.metrics.items():
+            assert reports[0].metrics[name] == pytest.approx(value, rel=2e-5, abs=1e-7), name
+    four.call("save", str(tmp_path / "by_four"))
+    one.save(str(tmp_path / "by_one"))
+    everything(four, samples, version=2)
+    everything(one, samples, version=2)
+    four.call("finish_save")
+    one.finish_save()
+    four.call("export", str(tmp_path / "four"))
+    one.export(str(tmp_path / "one"))
+    assert_equal_weights(tmp_path / "one", tmp_path / "four")
+
+    two = start_ranks(config, 2)
+    for ranks, checkpoint in ((two, "by_four"), (two, "by_one"), (one, "by_four")):
+        if isinstance(ranks, Trainer):
+            assert ranks.load(str(tmp_path / checkpoint)) == 2
+        else:
+            assert ranks.call("load", str(tmp_path / checkpoint)) == [2, 2]
+        everything(ranks, samples, version=2)
+        if isinstance(ranks, Trainer):
+            ranks.export(str(tmp_path / "resumed"))
+        else:
+            ranks.call("export", str(tmp_path / "resumed"))
+        assert_equal_weights(tmp_path / "one", tmp_path / "resumed")
+
+
 @pytest.mark.usefixtures("one_rank")
 def test_two_ranks_train_as_one_and_resume_as_one(
     start_ranks: Callable,
@@ -73,8 +124,7 @@ def test_two_ranks_train_as_one_and_resume_as_one(
         assert first.metrics == second.metrics
         for name, value in single.metrics.items():
             assert first.metrics[name] == pytest.approx(value, rel=1e-5, abs=1e-7), name
-        assert first.num_tokens + second.num_tokens == single.num_tokens
-        assert first.flops + second.flops == pytest.approx(single.flops)
+        assert first.num_tokens + second.num_tokens >= single.num_tokens  # a prompt may be on both
     two.call("export", str(tmp_path / "two"))
     one.export(str(tmp_path / "one"))
     assert_equal_weights(tmp_path / "one", tmp_path / "two")
@@ -89,7 +139,8 @@ def test_two_ranks_train_as_one_and_resume_as_one(
         np.testing.assert_array_equal(received[name], weight.view(np.uint8).ravel(), err_msg=name)
 
     two.call("save", str(tmp_path / "checkpoint"))
-    train(two, samples, version=3)
+    train(two, samples, version=3)  # changes the weights while they may still be on their way to disk
+    two.call("finish_save")
     assert one.load(str(tmp_path / "checkpoint")) == 3
     train_alone(one, samples, version=3)
     two.call("export", str(tmp_path / "two"))
