@@ -13,7 +13,7 @@ from inference.kernels.cpu_tile import LANES, WIDE, product
 
 _CHUNK = 24  # outputs taken at once are a multiple: every block height divides it
 _CHUNK_BYTES = 1 << 19  # weights of a chunk stay in the second-level cache while all tokens pass
-_PAGE = 4096
+_LONG_ROW = 1 << 14  # bytes; a block of longer ones, fetched ahead, would push the present one out of the cache
 
 
 @numba.njit(cache=True, nogil=True)
@@ -82,7 +82,7 @@ def _rows(w, count, x, x_panel, out, out_step, out_panel, rows, tokens):  # type
     panels, rest = tokens // LANES, tokens % LANES
     if rest > 8:
         panels, rest = panels + 1, 0
-    ahead = 1 if 4 * count <= _PAGE else 0
+    ahead = 1 if 4 * count <= _LONG_ROW else 0
     p = 0
     while p < panels:
         left = panels - p

@@ -44,8 +44,8 @@ def product(  # type: ignore[no-untyped-def]
 ):
     """`num_blocks` blocks of `rows` outputs for `vectors` vectors of `lanes` tokens; addresses, and steps in floats.
 
-    `ahead` 1 asks for the weights of the next block while this one is computed, 0 does not: rows shorter than a memory
-    page end before the hardware sees the pattern.
+    `ahead` 1 asks for the weights of the next block while this one is computed, 0 does not. The hardware follows one
+    row, and rows end before that pays.
     """
     shape = [t.literal_value for t in (rows, vectors, lanes)]
     signature = types.void(*[types.int64] * 11, rows, vectors, lanes)
