@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from inference import noise
-from inference.kernels import cpu_sampler
+from inference.kernels import cpu_sampler, cpu_truncation
 from inference.kernels.cpu_team import Team, new_signals
 from inference.kernels.cpu_tile import LANES
 from inference.logprobs import likeliest, log_sum_exp
@@ -131,7 +131,7 @@ def sample(logits_RV: torch.Tensor, batch: SamplingBatch, team: Team | None = No
     rows_S = batch.ruled_rows()
     final_SV = torch.empty(0)
     if len(rows_S):
-        final_SV = process(logits_RV[torch.from_numpy(rows_S)], batch.subset(rows_S))
+        final_SV = process(logits_RV[torch.from_numpy(rows_S)], batch.subset(rows_S), team)
         ones_S = np.ones(len(rows_S), np.float32)
         ruled = draw_compiled(final_SV, ones_S, batch.words_R2[rows_S], batch.temperatures_R[rows_S] == 0, team)
         drawn.token_ids_R[rows_S] = ruled.token_ids_R
@@ -209,7 +209,7 @@ def sample_torch(logits_RV: torch.Tensor, batch: SamplingBatch) -> Sampled:
     )
 
 
-def process(logits_RV: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+def process(logits_RV: torch.Tensor, batch: SamplingBatch, team: Team | None = None) -> torch.Tensor:
     """Logits of the distribution each row is drawn from; `logits_RV` itself when no row changes anything."""
     scale_R, truncated_R = _scales(batch), batch.truncated_R
     scaled, truncated = bool((scale_R != 1).any()), bool(truncated_R.any())
@@ -225,9 +225,15 @@ def process(logits_RV: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     if truncated:
         rows_S = np.flatnonzero(truncated_R)
         index_S = torch.from_numpy(rows_S).to(x_RV.device)
-        x_SV = x_RV[index_S]
-        limits = (torch.from_numpy(a[rows_S]).to(x_RV.device) for a in (batch.top_k_R, batch.top_p_R, batch.min_p_R))
-        x_RV[index_S] = x_SV.masked_fill_(~kept_tokens(x_SV, *limits), -torch.inf)
+        x_SV = x_RV if len(rows_S) == len(x_RV) else x_RV[index_S]
+        limits = [a[rows_S] for a in (batch.top_k_R, batch.top_p_R, batch.min_p_R)]
+        if team is not None:
+            team.run(cpu_truncation.truncate, new_signals(1), x_SV.numpy(), *limits)
+        else:
+            kept_SV = kept_tokens(x_SV, *(torch.from_numpy(a).to(x_RV.device) for a in limits))
+            x_SV.masked_fill_(~kept_SV, -torch.inf)
+        if x_SV is not x_RV:
+            x_RV[index_S] = x_SV
     return x_RV
 
 

@@ -33,7 +33,9 @@ def batch_of(
 
 def support(probs: list[float], params: SamplingParams) -> set[int]:
     logits = torch.tensor([probs]).log()
-    return set(torch.isfinite(process(logits, batch_of([params]))[0]).nonzero()[:, 0].tolist())
+    twin, compiled = (process(logits, batch_of([params]), team) for team in (None, Team(1)))
+    assert torch.equal(twin, compiled)
+    return set(torch.isfinite(twin[0]).nonzero()[:, 0].tolist())
 
 
 @pytest.mark.parametrize(
@@ -278,6 +280,34 @@ def test_greedy_takes_the_lowest_of_equals(team: Team | None) -> None:
     logits = torch.zeros(1, 40)
     logits[0, [7, 21]] = 3
     assert sample(logits, batch_of([SamplingParams(temperature=0)]), team).token_ids_R[0] == 7
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.integers(1, 400),
+    st.sampled_from([0, 1, 2, 17, 500]),
+    st.sampled_from([1e-9, 0.1, 0.5, 0.9, 0.999, 1.0]),
+    st.sampled_from([0.0, 1e-3, 0.3, 1.0]),
+    st.sampled_from([0.01, 1.0, 8.0, 60.0]),
+    st.integers(0, 1 << 30),
+)
+def test_compiled_truncation_equals_its_twin(
+    vocab_size: int, top_k: int, top_p: float, min_p: float, spread: float, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(3, vocab_size, generator=generator) * spread
+    logits[1] = logits[1].round()  # ties
+    logits[2, ::2] = -torch.inf
+    logits[2, -1] = 0
+    batch = batch_of([SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p)] * 3)
+    fast, slow = process(logits, batch, Team(1)), process(logits, batch)
+    masses = slow.softmax(-1)
+    for row in range(3):  # rounding may decide for a token whose mass is nothing
+        differ = torch.isfinite(fast[row]) != torch.isfinite(slow[row])
+        edge = logits[row].softmax(-1)[differ].sum()
+        assert edge < 1e-6 and masses[row, differ].sum() < 1e-6, differ.nonzero()
+    same = torch.isfinite(fast) & torch.isfinite(slow)
+    assert torch.equal(fast[same], logits[same])
 
 
 def test_kept_tokens_always_keeps_one() -> None:
