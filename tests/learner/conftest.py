@@ -60,7 +60,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], st
     return make
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def one_rank() -> Iterator[None]:
     """The default process group, with this process alone in it."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
