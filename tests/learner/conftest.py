@@ -62,7 +62,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], st
 
 @pytest.fixture(scope="module")
 def one_rank() -> Iterator[None]:
-    """The default process group, with this process alone in it."""
+    """The default process group, with this process alone in it. Of a module, so that others can have their own."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
