@@ -10,10 +10,10 @@ Suffixes: T tokens, H all heads (queries, keys, values), D head size, G queries 
 table, W its width, P positions, F half of D, S block size.
 """
 
-import numba
 import numpy as np
 
-from inference.kernels.cpu_math import FLAGS, exp, floats
+from inference.kernels.compiling import exact, fast
+from inference.kernels.cpu_math import exp, floats
 from inference.kernels.cpu_tile import LANES, WIDE, accumulate
 
 TILE = 512  # keys whose scores are held at once
@@ -21,7 +21,7 @@ _SCORES = LANES // WIDE  # vectors of scores computed at once
 U = np.uint64  # an unsigned index needs no test for a negative one, which would keep inner loops from vectorising
 
 
-@numba.njit(cache=True, nogil=True, fastmath=FLAGS)
+@fast
 def norm_rope_store(  # type: ignore[no-untyped-def]
     x_HD, num_heads, num_kv, norm_heads, q_norm, k_norm, eps, cos_F, sin_F, keys, values, block_step, slot, block_size
 ):
@@ -55,7 +55,7 @@ def norm_rope_store(  # type: ignore[no-untyped-def]
             value[U(offset * head_dim + d)] = x_HD[num_heads + num_kv + k, U(d)]
 
 
-@numba.njit(cache=True, nogil=True, fastmath=FLAGS)
+@fast
 def _normalize(x_HD, weight, eps):  # type: ignore[no-untyped-def]
     heads, size = x_HD.shape
     total = np.float32(0)
@@ -68,7 +68,7 @@ def _normalize(x_HD, weight, eps):  # type: ignore[no-untyped-def]
             x_HD[h, d] = weight[h * size + d] * (x_HD[h, d] * scale)
 
 
-@numba.njit(cache=True, nogil=True, fastmath=FLAGS)
+@fast
 def attend(  # type: ignore[no-untyped-def]
     q_HD, first_kv, num_kv, keys, values, block_step, block_size, blocks_W, position, window, scores_HP, keys_DS, out_HD
 ):
@@ -116,7 +116,7 @@ def attend(  # type: ignore[no-untyped-def]
             out_HD[h, U(d)] *= inverse
 
 
-@numba.njit(cache=True, nogil=True)
+@exact
 def _score_block(q_HD, keys, following, values, num_kv, block_size, scores_HP, at, keys_DS):  # type: ignore[no-untyped-def]
     """Scores of a block's keys, while its values and the keys of the `following` block are fetched."""
     heads, head_dim = q_HD.shape
@@ -137,7 +137,7 @@ def _score_block(q_HD, keys, following, values, num_kv, block_size, scores_HP, a
             _products(q, head_dim, head_dim, keys_DS.ctypes.data, LANES, out + 4 * whole, width, (key, key), group)
 
 
-@numba.njit(cache=True, nogil=True, fastmath=FLAGS)
+@fast
 def _weigh(x, scale, highest_H, total_H, h, out_HD):  # type: ignore[no-untyped-def]
     """Scores become exp(scale * (score - highest so far)); what was summed before is brought to the same scale."""
     count = len(x)
@@ -159,7 +159,7 @@ def _weigh(x, scale, highest_H, total_H, h, out_HD):  # type: ignore[no-untyped-
     total_H[h] = total
 
 
-@numba.njit(cache=True, nogil=True)
+@exact
 def _products(w, w_step, count, x, x_step, out, out_step, wanted, rows):  # type: ignore[no-untyped-def]
     while rows >= 4:
         accumulate(w, w_step, count, x, x_step, out, out_step, wanted, 4, _SCORES, WIDE, 0)
@@ -172,7 +172,7 @@ def _products(w, w_step, count, x, x_step, out, out_step, wanted, rows):  # type
         accumulate(w, w_step, count, x, x_step, out, out_step, wanted, 1, _SCORES, WIDE, 0)
 
 
-@numba.njit(cache=True, nogil=True)
+@exact
 def _add_values(w, w_step, count, x, head_dim, out, rows):  # type: ignore[no-untyped-def]
     """out[rows, D] += w[rows, count] x[count, D], in vectors of 4 registers, then of 8 floats."""
     while rows > 0:
@@ -201,7 +201,7 @@ def _add_values(w, w_step, count, x, head_dim, out, rows):  # type: ignore[no-un
         w, out, rows = w + 4 * taken * w_step, out + 4 * taken * head_dim, rows - taken
 
 
-@numba.njit(cache=True, nogil=True)
+@exact
 def _value_block(w, w_step, count, x, x_step, out, rows):  # type: ignore[no-untyped-def]
     if rows == 3:
         accumulate(w, w_step, count, x, x_step, out, x_step, (), 3, 4, WIDE, 1)

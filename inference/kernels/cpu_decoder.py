@@ -8,12 +8,12 @@ Suffixes: T tokens, M hidden size, H all heads, D head size, L layers, P panels,
 
 from typing import NamedTuple
 
-import numba
 import numpy as np
 
+from inference.kernels.compiling import exact, fast
 from inference.kernels.cpu_attention import attend, norm_rope_store
 from inference.kernels.cpu_linear import gated_linear, linear
-from inference.kernels.cpu_math import FLAGS, floats
+from inference.kernels.cpu_math import floats
 from inference.kernels.cpu_team import meet, take
 from inference.kernels.cpu_tile import LANES
 
@@ -82,7 +82,7 @@ class Scratch(NamedTuple):
 FIELDS = LayerFields()
 
 
-@numba.njit(cache=True, nogil=True)
+@exact
 def forward(  # type: ignore[no-untyped-def]
     thread, threads, signals, shape, eps, layers_L, caches_L2, embedding, final_norm, step, scratch, hidden_TM
 ):
@@ -138,7 +138,7 @@ def forward(  # type: ignore[no-untyped-def]
     _unpack(thread, threads, scratch.normed, hidden_TM)
 
 
-@numba.njit(cache=True, nogil=True)
+@exact
 def head(thread, threads, signals, hidden_RM, weight, vocab_size, panels, logits_VR):  # type: ignore[no-untyped-def]
     """logits = weight hidden; `panels` is scratch, and `logits_VR` has room for whole panels."""
     rows, model = hidden_RM.shape
@@ -153,7 +153,7 @@ def head(thread, threads, signals, hidden_RM, weight, vocab_size, panels, logits
     )  # fmt: skip
 
 
-@numba.njit(cache=True, nogil=True)
+@exact
 def _embed(thread, threads, token_ids_T, embedding, x):  # type: ignore[no-untyped-def]
     """Empty lanes become 0: they are computed with the others, and numbers too small for the fast path are slow."""
     tokens, size = len(token_ids_T), x.shape[1]
@@ -165,7 +165,7 @@ def _embed(thread, threads, token_ids_T, embedding, x):  # type: ignore[no-untyp
                 x[lane // LANES, m, lane % LANES] = row[m] * keep
 
 
-@numba.njit(cache=True, nogil=True, fastmath=FLAGS)
+@fast
 def _residual_norm(thread, threads, tokens, scratch, weight, eps, pre_norm, adds):  # type: ignore[no-untyped-def]
     """x += y, normed = norm(x) where the norm comes first; x += norm(y) where it comes last."""
     size = scratch.x.shape[1]
@@ -184,7 +184,7 @@ def _residual_norm(thread, threads, tokens, scratch, weight, eps, pre_norm, adds
             _norm(y, lane, w, eps, x, True)
 
 
-@numba.njit(cache=True, nogil=True, fastmath=FLAGS)
+@fast
 def _norm(x, lane, w, eps, out, adds):  # type: ignore[no-untyped-def]
     size = len(w)
     scale = np.zeros(_HALF, np.float32)
@@ -199,7 +199,7 @@ def _norm(x, lane, w, eps, out, adds):  # type: ignore[no-untyped-def]
             out[m, lane + j] = out[m, lane + j] + value if adds else value
 
 
-@numba.njit(cache=True, nogil=True)
+@exact
 def _unpack(thread, threads, normed, hidden_TM):  # type: ignore[no-untyped-def]
     tokens, size = hidden_TM.shape
     for t in range(thread * _HALF, tokens, threads * _HALF):
@@ -208,7 +208,7 @@ def _unpack(thread, threads, normed, hidden_TM):  # type: ignore[no-untyped-def]
                 hidden_TM[lane, m] = normed[lane // LANES, m, lane % LANES]
 
 
-@numba.njit(cache=True, nogil=True)
+@exact
 def _rope_store(thread, threads, shape, eps, layer, cache_2, step, scratch):  # type: ignore[no-untyped-def]
     tokens, half = len(step.token_ids_T), shape.head_dim // 2
     qkv_TX = scratch.qkv_THD.reshape(len(scratch.qkv_THD), -1)
@@ -228,7 +228,7 @@ def _rope_store(thread, threads, shape, eps, layer, cache_2, step, scratch):  # 
             )  # fmt: skip
 
 
-@numba.njit(cache=True, nogil=True)
+@exact
 def _attention(thread, threads, signals, piece, shape, window, cache_2, step, scratch):  # type: ignore[no-untyped-def]
     num_kv, head_dim = shape.num_kv_heads, shape.head_dim
     tokens = len(step.token_ids_T)

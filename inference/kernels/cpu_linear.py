@@ -4,26 +4,27 @@ Tokens lie in panels of `LANES`: [panel, feature, lane]. All matrices and token 
 floats.
 """
 
-import numba
 import numpy as np
 
-from inference.kernels.cpu_math import FLAGS, exp, floats
+from inference.kernels.compiling import exact, fast
+from inference.kernels.cpu_math import exp, floats
 from inference.kernels.cpu_team import take
 from inference.kernels.cpu_tile import LANES, WIDE, product
 
+U = np.uint64  # an unsigned index needs no test for a negative one, which would keep a loop from vectorising
 _CHUNK = 24  # outputs taken at once are a multiple: every block height divides it
 _CHUNK_BYTES = 1 << 19  # weights of a chunk stay in the second-level cache while all tokens pass
 _LONG_ROW = 1 << 14  # bytes; a block of longer ones, fetched ahead, would push the present one out of the cache
 
 
-@numba.njit(cache=True, nogil=True)
+@exact
 def chunk_rows(num_rows, num_features, threads):  # type: ignore[no-untyped-def]
     fair = num_rows // (threads * 8)
     fitting = _CHUNK_BYTES // (4 * num_features)
     return max(_CHUNK, min(fair, fitting) // _CHUNK * _CHUNK)
 
 
-@numba.njit(cache=True, nogil=True)
+@exact
 def linear(  # type: ignore[no-untyped-def]
     signals, piece, threads, weight, bias, num_rows, num_features, x, x_panel, out, out_step, out_panel, tokens
 ):
@@ -40,7 +41,7 @@ def linear(  # type: ignore[no-untyped-def]
             _add_bias(floats(bias + 4 * first, rows), start, out_step, out_panel, tokens)
 
 
-@numba.njit(cache=True, nogil=True)
+@exact
 def gated_linear(  # type: ignore[no-untyped-def]
     signals, piece, threads, weight, bias, size, num_features, x, x_panel, out, panel, tokens
 ):
@@ -61,13 +62,14 @@ def gated_linear(  # type: ignore[no-untyped-def]
             _gate(floats(start, rows * LANES), floats(start + 4 * size * LANES, rows * LANES))
 
 
-@numba.njit(cache=True, nogil=True, fastmath=FLAGS)
+@fast
 def _gate(gate, up):  # type: ignore[no-untyped-def]
     for i in range(len(gate)):
-        gate[i] = gate[i] / (np.float32(1) + exp(-gate[i])) * up[i]
+        x = gate[U(i)]
+        gate[U(i)] = x / (np.float32(1) + exp(-x)) * up[U(i)]
 
 
-@numba.njit(cache=True, nogil=True)
+@exact
 def _add_bias(bias, out, out_step, out_panel, tokens):  # type: ignore[no-untyped-def]
     for at in range(0, tokens, LANES):
         for n in range(len(bias)):
@@ -76,41 +78,44 @@ def _add_bias(bias, out, out_step, out_panel, tokens):  # type: ignore[no-untype
                 lanes[lane] += bias[n]
 
 
-@numba.njit(cache=True, nogil=True)
+@exact
 def _rows(w, count, x, x_panel, out, out_step, out_panel, rows, tokens):  # type: ignore[no-untyped-def]
-    """Blocks as high and wide as the registers allow; 8 tokens are the least that is computed."""
-    panels, rest = tokens // LANES, tokens % LANES
-    if rest > 8:
-        panels, rest = panels + 1, 0
+    """Blocks as high and wide as the registers allow, 16 (AVX2) or 32 (AVX-512); tokens are computed by eights."""
+    left = (tokens + 7) // 8
     ahead = 1 if 4 * count <= _LONG_ROW else 0
-    p = 0
-    while p < panels:
-        left = panels - p
-        at, to = x + 4 * p * x_panel, out + 4 * p * out_panel
-        if WIDE == 16 and left >= 4:
-            product(w, count, count, at, LANES, x_panel, to, out_step, out_panel, rows // 6, ahead, 6, 4, 16)
-            done, taken = rows // 6 * 6, 4
+    while left > 0:
+        if WIDE == 16 and left >= 8:
+            product(w, count, count, x, LANES, x_panel, out, out_step, out_panel, rows // 6, ahead, 6, 4, 16)
+            done, taken = rows // 6 * 6, 8
+        elif WIDE == 16 and left == 6:
+            product(w, count, count, x, LANES, x_panel, out, out_step, out_panel, rows // 8, ahead, 8, 3, 16)
+            done, taken = rows // 8 * 8, 6
+        elif WIDE == 16 and left == 5:
+            product(w, count, count, x, LANES, x_panel, out, out_step, out_panel, rows // 4, ahead, 4, 5, 8)
+            done, taken = rows // 4 * 4, 5
+        elif WIDE == 16 and left >= 4:
+            product(w, count, count, x, LANES, x_panel, out, out_step, out_panel, rows // 12, ahead, 12, 2, 16)
+            done, taken = rows // 12 * 12, 4
         elif WIDE == 16 and left == 3:
-            product(w, count, count, at, LANES, x_panel, to, out_step, out_panel, rows // 8, ahead, 8, 3, 16)
+            product(w, count, count, x, LANES, x_panel, out, out_step, out_panel, rows // 8, ahead, 8, 3, 8)
             done, taken = rows // 8 * 8, 3
         elif WIDE == 16 and left == 2:
-            product(w, count, count, at, LANES, x_panel, to, out_step, out_panel, rows // 12, ahead, 12, 2, 16)
+            product(w, count, count, x, LANES, x_panel, out, out_step, out_panel, rows // 12, ahead, 12, 1, 16)
             done, taken = rows // 12 * 12, 2
-        elif WIDE == 16:
-            product(w, count, count, at, LANES, x_panel, to, out_step, out_panel, rows // 12, ahead, 12, 1, 16)
-            done, taken = rows // 12 * 12, 1
+        elif WIDE == 8 and left == 3:
+            product(w, count, count, x, LANES, x_panel, out, out_step, out_panel, rows // 4, ahead, 4, 3, 8)
+            done, taken = rows // 4 * 4, 3
+        elif WIDE == 8 and left >= 2:
+            product(w, count, count, x, LANES, x_panel, out, out_step, out_panel, rows // 6, ahead, 6, 2, 8)
+            done, taken = rows // 6 * 6, 2
         else:
-            product(w, count, count, at, LANES, x_panel, to, out_step, out_panel, rows // 6, ahead, 6, 2, 8)
-            done, taken = rows // 6 * 6, 1
-        for panel in range(p, p + taken if done < rows else p):
-            at, to = x + 4 * panel * x_panel, out + 4 * (panel * out_panel + done * out_step)
-            tail = w + 4 * done * count
-            product(tail, count, count, at, LANES, x_panel, to, out_step, out_panel, rows - done, 0, 1, 2, 8)
-        p += taken
-        ahead = 0  # later panels find the weights in the cache
-    if rest:
-        at, to = x + 4 * p * x_panel, out + 4 * p * out_panel
-        done = rows // 12 * 12
-        product(w, count, count, at, LANES, x_panel, to, out_step, out_panel, rows // 12, ahead, 12, 1, 8)
-        tail, to = w + 4 * done * count, to + 4 * done * out_step
-        product(tail, count, count, at, LANES, x_panel, to, out_step, out_panel, rows - done, 0, 1, 1, 8)
+            product(w, count, count, x, LANES, x_panel, out, out_step, out_panel, rows // 12, ahead, 12, 1, 8)
+            done, taken = rows // 12 * 12, 1
+        if done < rows:
+            tail, to = w + 4 * done * count, out + 4 * done * out_step
+            for panel in range((taken + 1) // 2):
+                at, onto = x + 4 * panel * x_panel, to + 4 * panel * out_panel
+                product(tail, count, count, at, LANES, x_panel, onto, out_step, out_panel, rows - done, 0, 1, 2, 8)
+        left -= taken
+        x, out = x + 4 * (taken // 2) * x_panel, out + 4 * (taken // 2) * out_panel
+        ahead = 0  # what follows finds the weights in the cache

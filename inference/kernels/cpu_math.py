@@ -8,8 +8,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-FLAGS = {"reassoc", "contract", "nsz", "arcp"}
-"""Floating-point freedom of the kernels: sums may be reordered, NaN and infinity keep their meaning."""
+from inference.kernels.compiling import exact, fast
 
 
 @intrinsic
@@ -28,13 +27,13 @@ def _pointer(typing_context, address):  # type: ignore[no-untyped-def]
     return types.CPointer(types.float32)(types.int64), generate
 
 
-@numba.njit(cache=True, nogil=True)
+@exact
 def floats(address, count):  # type: ignore[no-untyped-def]
     """The float32 array at an address."""
     return numba.carray(_pointer(address), (count,))
 
 
-@numba.njit(cache=True, nogil=True, fastmath=FLAGS)
+@fast
 def exp(x):  # type: ignore[no-untyped-def]
     """To about 1 ulp for x in [-87, 88], clamped outside; NaN stays NaN."""
     if x < np.float32(-87.0):  # not max() and min(), which would swallow a NaN

@@ -12,9 +12,9 @@ Suffixes: R rows, V vocabulary, J lanes of a panel of rows.
 import math
 from typing import NamedTuple
 
-import numba
 import numpy as np
 
+from inference.kernels.compiling import exact
 from inference.kernels.cpu_team import meet, take
 from inference.kernels.cpu_tile import LANES
 from inference.kernels.cpu_vocabulary import block_max, block_sums
@@ -38,7 +38,7 @@ class Draw(NamedTuple):
     lse_2R: np.ndarray  # float32, out: log-sum-exp of both
 
 
-@numba.njit(cache=True, nogil=True)
+@exact
 def draw(thread, threads, signals, logits_VR, draw, parts, part_ids):  # type: ignore[no-untyped-def]
     """Rows in whole panels. `parts` [panels, chunks, field, lane] and `part_ids` [panels, chunks, lane] are scratch."""
     panels, chunks = part_ids.shape[:2]
@@ -58,7 +58,7 @@ def draw(thread, threads, signals, logits_VR, draw, parts, part_ids):  # type: i
         _merge(parts[row // LANES, :, :, row % LANES], part_ids[row // LANES, :, row % LANES], row, draw)
 
 
-@numba.njit(cache=True, nogil=True)
+@exact
 def _scan(logits_VR, row, first, last, scaled, draw, part, part_ids):  # type: ignore[no-untyped-def]
     step = logits_VR.shape[1]
     words = np.empty((2, LANES), np.uint32)
@@ -99,7 +99,7 @@ def _scan(logits_VR, row, first, last, scaled, draw, part, part_ids):  # type: i
         part[_RAW_SUM] = part[_SUM]
 
 
-@numba.njit(cache=True, nogil=True)
+@exact
 def _raise_top(base, step, count, scaled, temperatures, part):  # type: ignore[no-untyped-def]
     """The highest logit so far, and the sums so far relative to it."""
     before = part[:_SUM].copy()
@@ -115,14 +115,14 @@ def _raise_top(base, step, count, scaled, temperatures, part):  # type: ignore[n
             part[_SUM, j] *= math.exp(before[_TOP, j] - part[_TOP, j])
 
 
-@numba.njit(cache=True, nogil=True)
+@exact
 def _bound(top, best):  # type: ignore[no-untyped-def]
     if best == -np.inf:
         return np.float32(np.inf)
     return np.float32(math.exp(min(np.float32(80), top - best))) * _MARGIN
 
 
-@numba.njit(cache=True, nogil=True)
+@exact
 def _compete(raw, token, j, row, draw, part, part_ids):  # type: ignore[no-untyped-def]
     x = raw / draw.temperatures_R[row]
     score = x
@@ -135,7 +135,7 @@ def _compete(raw, token, j, row, draw, part, part_ids):  # type: ignore[no-untyp
         part_ids[j] = token
 
 
-@numba.njit(cache=True, nogil=True)
+@exact
 def hash_token(token, first_word, second_word):  # type: ignore[no-untyped-def]
     """`inference.noise.hash_tokens` for one token"""
     x = np.uint32(token) * np.uint32(0x9E3779B1) + first_word
@@ -147,7 +147,7 @@ def hash_token(token, first_word, second_word):  # type: ignore[no-untyped-def]
     return np.uint32(x ^ (x >> np.uint32(16)))
 
 
-@numba.njit(cache=True, nogil=True)
+@exact
 def gumbel(bits):  # type: ignore[no-untyped-def]
     """`inference.noise.gumbel` for one hash, operation by operation in float32"""
     w = (np.float32(bits) + np.float32(0.5)) * np.float32(2.0**-32)
@@ -155,7 +155,7 @@ def gumbel(bits):  # type: ignore[no-untyped-def]
     return -np.log(-np.log1p(-w))
 
 
-@numba.njit(cache=True, nogil=True)
+@exact
 def _merge(part, part_ids, row, draw):  # type: ignore[no-untyped-def]
     best = 0
     for chunk in range(len(part)):
@@ -168,7 +168,7 @@ def _merge(part, part_ids, row, draw):  # type: ignore[no-untyped-def]
     draw.lse_2R[1, row] = _log_sum(part[:, _RAW_TOP], part[:, _RAW_SUM])
 
 
-@numba.njit(cache=True, nogil=True)
+@exact
 def _log_sum(tops, sums):  # type: ignore[no-untyped-def]
     top = tops[0]
     for chunk in range(len(tops)):

@@ -12,11 +12,12 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
+
+from inference.kernels.compiling import exact
 
 _COUNTER_STEP = 8  # int64 between counters: each has a cache line of its own
 _SPINS = 2000
@@ -54,7 +55,7 @@ def _element(context: Any, builder: Any, signature: Any, args: Any) -> Any:
     return builder.gep(array.data, [builder.mul(args[1], ir.Constant(ir.IntType(64), _COUNTER_STEP))])
 
 
-@numba.njit(cache=True, nogil=True)
+@exact
 def meet(signals, threads, met):  # type: ignore[no-untyped-def]
     """Wait until all have called this `met + 1` times; that number."""
     met += 1
@@ -68,7 +69,7 @@ def meet(signals, threads, met):  # type: ignore[no-untyped-def]
     return met
 
 
-@numba.njit(cache=True, nogil=True)
+@exact
 def take(signals, piece, size):  # type: ignore[no-untyped-def]
     """The first of the next `size` items of a piece."""
     return _add(signals, 1 + piece, size)

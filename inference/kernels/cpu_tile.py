@@ -6,8 +6,6 @@ stay as the checkpoint has them, tokens lie in panels of `LANES`.
 
 Every output element is one chain of fused multiply-adds in the order of the input features, whatever the shape of the
 block it was computed in. A token's result is therefore bitwise the same alone and in any batch.
-
-numba's cache on disk does not notice a change of this file in kernels of other files; after one, remove __pycache__.
 """
 
 from typing import Any

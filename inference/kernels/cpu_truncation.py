@@ -8,10 +8,10 @@ Twin: `inference.sampler.kept_tokens`.
 Suffixes: S rows, V vocabulary, B bins, C candidates.
 """
 
-import numba
 import numpy as np
 
-from inference.kernels.cpu_math import FLAGS, exp
+from inference.kernels.compiling import exact, fast
+from inference.kernels.cpu_math import exp
 from inference.kernels.cpu_team import take
 
 _BINS = 1024
@@ -19,7 +19,7 @@ _PER_NAT = np.float32(16)
 U = np.uint64
 
 
-@numba.njit(cache=True, nogil=True)
+@exact
 def truncate(thread, threads, signals, logits_SV, top_k_S, top_p_S, min_p_S):  # type: ignore[no-untyped-def]
     """Dropped tokens become -inf, in place. Rows that are no distribution (NaN, +inf) stay as they are."""
     while True:
@@ -29,7 +29,7 @@ def truncate(thread, threads, signals, logits_SV, top_k_S, top_p_S, min_p_S):  #
         _truncate_row(logits_SV[row], top_k_S[row], np.float32(top_p_S[row]), np.float32(min_p_S[row]))
 
 
-@numba.njit(cache=True, nogil=True)
+@exact
 def _truncate_row(x_V, top_k, top_p, min_p):  # type: ignore[no-untyped-def]
     top, total = _mass(x_V)
     if not np.isfinite(top) or np.isnan(total):
@@ -43,7 +43,7 @@ def _truncate_row(x_V, top_k, top_p, min_p):  # type: ignore[no-untyped-def]
         x_V[kept_C[c]] = values_C[c]
 
 
-@numba.njit(cache=True, nogil=True, fastmath=FLAGS)
+@fast
 def _mass(x_V):  # type: ignore[no-untyped-def]
     """The highest logit, and the sum of exp(x - highest)."""
     top = x_V[0]
@@ -58,7 +58,7 @@ def _mass(x_V):  # type: ignore[no-untyped-def]
     return top, total
 
 
-@numba.njit(cache=True, nogil=True)
+@exact
 def _last_bin(x_V, top, total, top_k, top_p):  # type: ignore[no-untyped-def]
     """Kept tokens lie in the bins up to this one. Bins count distances from the top in sixteenths of a nat."""
     if top_k == 0 and top_p >= 1:
@@ -78,7 +78,7 @@ def _last_bin(x_V, top, total, top_k, top_p):  # type: ignore[no-untyped-def]
     return _BINS - 1
 
 
-@numba.njit(cache=True, nogil=True)
+@exact
 def _within(x_V, top, last):  # type: ignore[no-untyped-def]
     ids_C = np.empty(len(x_V), np.int32)
     found = 0
@@ -88,12 +88,12 @@ def _within(x_V, top, last):  # type: ignore[no-untyped-def]
     return ids_C[:found]
 
 
-@numba.njit(cache=True, nogil=True)
+@exact
 def _bin(distance):  # type: ignore[no-untyped-def]
     return np.int64(distance * _PER_NAT) if distance < np.float32((_BINS - 1) / _PER_NAT) else _BINS - 1
 
 
-@numba.njit(cache=True, nogil=True)
+@exact
 def _kept(x_V, ids_C, top, total, top_k, top_p, min_p):  # type: ignore[no-untyped-def]
     if top_k > 0 or top_p < 1:
         ids_C = ids_C[np.argsort(-x_V[ids_C], kind="mergesort")]

@@ -170,7 +170,8 @@ class EngineConfig:
     kernels: Kernels = "auto"
     """"torch" keeps to the definitions in torch where compiled kernels would be faster"""
     deterministic: bool = False
-    """bitwise the same tokens and logprobs for a request in any batch"""
+    """insist on bitwise the same tokens and logprobs for a request in any batch; free where kernels are compiled (float32
+    on a CPU), refused elsewhere"""
     seed: int = 0
     threads: int | None = None
     """torch threads of the process; None leaves torch's own choice"""
