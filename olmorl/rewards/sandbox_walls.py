@@ -82,7 +82,8 @@ def enter_root(root: str) -> bool:
     for name in ("proc", "old", WORK[1:]):
         os.makedirs(f"{root}/{name}", exist_ok=True)
     for link in ("tmp", "dev/shm"):
-        os.symlink(WORK, f"{root}/{link}")
+        if not os.path.exists(f"{root}/{link}"):  # an interpreter below /tmp: then /tmp shows it, and is read-only
+            os.symlink(WORK, f"{root}/{link}")
     try:
         _mount("proc", f"{root}/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
         has_proc = True
