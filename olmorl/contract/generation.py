@@ -170,7 +170,7 @@ class EngineConfig:
     kernels: Kernels = "auto"
     """"torch" keeps to the definitions in torch where compiled kernels would be faster"""
     deterministic: bool = False
-    """insist on bitwise the same tokens and logprobs for a request in any batch; free where kernels are compiled (float32
+    """bitwise the same tokens and logprobs for a request in any batch; free where kernels are compiled (float32
     on a CPU), refused elsewhere"""
     seed: int = 0
     threads: int | None = None
