@@ -75,7 +75,7 @@ def train(
 
 @app.command()
 def doctor(
-    config: Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="Also check what this run needs.")] = None,
+    config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="Also check what this run needs.")] = None,
 ) -> None:
     """Look for what would keep a run from working here, and say how to mend it."""
     from olmorl.cli.doctor import examine

@@ -1,6 +1,7 @@
 """From finished samples to verdicts: what to ask the verifiers, and what their answers mean for a sample."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
@@ -15,6 +16,8 @@ from olmorl.rewards.pool import VerifierPool
 from olmorl.rewards.settings import VerifierSettings
 from olmorl.rewards.verdict import Verdict, VerifierJob
 from olmorl.rewards.verifier import canonical_name, choose_verifiers
+
+log = logging.getLogger(__name__)
 
 
 def verifiers_to_load(section: RewardSection, named: Iterable[str | None]) -> tuple[str, ...]:
@@ -43,6 +46,7 @@ class Scorer:
         self._remap = section.remap
         self._weights = {canonical_name(name): weight for name, weight in section.weights.items()}
         self._seconds = 0.0
+        self._told: set[str] = set()
 
     @classmethod
     async def start(cls, section: RewardSection, *, verifiers: Sequence[str]) -> "Scorer":
@@ -66,10 +70,18 @@ class Scorer:
                 detail = sample.error or "aborted by the engine"
                 scored.append(ScoredSample(sample=sample, reward=None, verdict="error", detail=detail))
             else:
+                self._tell_of(verdict, prompt)
                 scored.append(
                     ScoredSample(sample=sample, reward=verdict.reward, verdict=verdict.status, detail=verdict.detail)
                 )
         return scored
+
+    def _tell_of(self, verdict: Verdict, prompt: Prompt) -> None:
+        """A verdict that is no score is easily overlooked: the first of each kind is said aloud."""
+        if verdict.status != "scored" and verdict.status not in self._told:
+            self._told.add(verdict.status)
+            names = ", ".join(check.verifier or "" for check in prompt.checks)
+            log.warning("%s: verdict %r (%s); such samples are not trained", names, verdict.status, verdict.detail)
 
     async def _judge(self, prompt: Prompt, sample: RolloutSample) -> Verdict:
         names = []
