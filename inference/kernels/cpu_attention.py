@@ -13,7 +13,7 @@ table, W its width, P positions, F half of D, S block size.
 import numpy as np
 
 from inference.kernels.compiling import exact, fast
-from inference.kernels.cpu_math import exp, floats
+from inference.kernels.cpu_math import address, exp, floats
 from inference.kernels.cpu_tile import LANES, WIDE, accumulate
 
 TILE = 512  # keys whose scores are held at once
@@ -107,8 +107,8 @@ def attend(  # type: ignore[no-untyped-def]
             count = min((b + 1) * block_size, end) - low
             base = values + block_step * blocks_W[b] + 4 * (low - b * block_size) * head_dim
             for k in range(num_kv):
-                w = scores_HP[k * group :, low - origin :].ctypes.data
-                out = out_HD[k * group :].ctypes.data
+                w = address(scores_HP[k * group :, low - origin :])
+                out = address(out_HD[k * group :])
                 _add_values(w, scores_HP.shape[1], count, base + k * head_bytes, head_dim, out, group)
     for h in range(heads):
         inverse = np.float32(1) / total_H[h]
@@ -122,7 +122,7 @@ def _score_block(q_HD, keys, following, values, num_kv, block_size, scores_HP, a
     heads, head_dim = q_HD.shape
     group, width = heads // num_kv, scores_HP.shape[1]
     for k in range(num_kv):
-        q, out = q_HD[k * group :].ctypes.data, scores_HP[k * group :, at:].ctypes.data
+        q, out = address(q_HD[k * group :]), address(scores_HP[k * group :, at:])
         skip = 4 * k * block_size * head_dim
         key = keys + skip
         whole = block_size // LANES * LANES
@@ -134,7 +134,9 @@ def _score_block(q_HD, keys, following, values, num_kv, block_size, scores_HP, a
             for d in range(head_dim):
                 for s in range(whole, block_size):
                     keys_DS[d, s - whole] = rest[d * block_size + s]
-            _products(q, head_dim, head_dim, keys_DS.ctypes.data, LANES, out + 4 * whole, width, (key, key), group)
+            _products(
+                q, head_dim, head_dim, address(keys_DS), np.int64(LANES), out + 4 * whole, width, (key, key), group
+            )
 
 
 @fast

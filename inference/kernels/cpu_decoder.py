@@ -13,13 +13,14 @@ import numpy as np
 from inference.kernels.compiling import exact, fast
 from inference.kernels.cpu_attention import attend, norm_rope_store
 from inference.kernels.cpu_linear import gated_linear, linear
-from inference.kernels.cpu_math import floats
+from inference.kernels.cpu_math import address, floats
 from inference.kernels.cpu_team import meet, take
 from inference.kernels.cpu_tile import LANES
 
 PIECES_PER_LAYER = 5  # shared by counting: four products and attention
 _GROUP = 4  # tokens whose queries, keys and values are unpacked together
 _HALF = 8  # tokens normed together
+_PART = 32  # features
 U = np.uint64
 
 
@@ -87,15 +88,15 @@ def forward(  # type: ignore[no-untyped-def]
     thread, threads, signals, shape, eps, layers_L, caches_L2, embedding, final_norm, step, scratch, hidden_TM
 ):
     tokens = len(step.token_ids_T)
-    x, y = scratch.x.ctypes.data, scratch.y.ctypes.data
-    wide, attended = scratch.wide.ctypes.data, scratch.attended.ctypes.data
+    x, y = address(scratch.x), address(scratch.y)
+    wide, attended = address(scratch.wide), address(scratch.attended)
     model, width = shape.hidden_size, shape.num_heads * shape.head_dim
     qkv_width = width + 2 * shape.num_kv_heads * shape.head_dim
     panel, wide_panel = model * LANES, scratch.wide.shape[1] * LANES
-    source = scratch.normed.ctypes.data if shape.pre_norm else x
+    source = address(scratch.normed) if shape.pre_norm else x
     _embed(thread, threads, step.token_ids_T, embedding, scratch.x)
-    met = piece = 0
-    norm = 0
+    met, piece, norm = np.int64(0), np.int64(0), np.int64(0)
+    lanes = np.int64(LANES)  # as a literal it would have every callee compiled once more
     for index in range(len(layers_L)):
         layer = layers_L[index]
         if shape.pre_norm:
@@ -105,7 +106,7 @@ def forward(  # type: ignore[no-untyped-def]
         met = meet(signals, threads, met)
         linear(
             signals, piece, threads, layer[FIELDS.qkv], layer[FIELDS.qkv_bias], qkv_width, model,
-            source, panel, wide, LANES, wide_panel, tokens,
+            source, panel, wide, lanes, wide_panel, tokens,
         )  # fmt: skip
         met = meet(signals, threads, met)
         _rope_store(thread, threads, shape, eps, layer, caches_L2[index], step, scratch)
@@ -114,7 +115,7 @@ def forward(  # type: ignore[no-untyped-def]
         met = meet(signals, threads, met)
         linear(
             signals, piece + 2, threads, layer[FIELDS.out], layer[FIELDS.out_bias], model, width,
-            attended, width * LANES, y, LANES, panel, tokens,
+            attended, width * LANES, y, lanes, panel, tokens,
         )  # fmt: skip
         met = meet(signals, threads, met)
         norm = layer[FIELDS.mlp_norm] if shape.pre_norm else layer[FIELDS.attention_norm]
@@ -127,7 +128,7 @@ def forward(  # type: ignore[no-untyped-def]
         met = meet(signals, threads, met)
         linear(
             signals, piece + 4, threads, layer[FIELDS.down], layer[FIELDS.down_bias], model, shape.intermediate_size,
-            wide, wide_panel, y, LANES, panel, tokens,
+            wide, wide_panel, y, lanes, panel, tokens,
         )  # fmt: skip
         met = meet(signals, threads, met)
         norm = layer[FIELDS.mlp_norm]
@@ -145,11 +146,11 @@ def head(thread, threads, signals, hidden_RM, weight, vocab_size, panels, logits
     for row in range(thread, rows, threads):
         for m in range(model):
             panels[row // LANES, m, row % LANES] = hidden_RM[row, m]
-    meet(signals, threads, 0)
-    step = logits_VR.shape[1]
+    meet(signals, threads, np.int64(0))
+    step, piece, none = logits_VR.shape[1], np.int64(0), np.int64(0)
     linear(
-        signals, 0, threads, weight, 0, vocab_size, model,
-        panels.ctypes.data, model * LANES, logits_VR.ctypes.data, step, LANES, rows,
+        signals, piece, threads, weight, none, vocab_size, model,
+        address(panels), model * LANES, address(logits_VR), step, np.int64(LANES), rows,
     )  # fmt: skip
 
 
@@ -187,10 +188,13 @@ def _residual_norm(thread, threads, tokens, scratch, weight, eps, pre_norm, adds
 @fast
 def _norm(x, lane, w, eps, out, adds):  # type: ignore[no-untyped-def]
     size = len(w)
-    scale = np.zeros(_HALF, np.float32)
-    for m in range(size):
-        for j in range(_HALF):
-            scale[j] += x[m, lane + j] * x[m, lane + j]
+    scale, part = np.zeros(_HALF, np.float32), np.empty(_HALF, np.float32)
+    for start in range(0, size, _PART):  # in parts: one long sum would lose digits
+        part[:] = 0
+        for m in range(start, min(start + _PART, size)):
+            for j in range(_HALF):
+                part[j] += x[m, lane + j] * x[m, lane + j]
+        scale += part
     for j in range(_HALF):
         scale[j] = np.float32(1) / np.sqrt(scale[j] / np.float32(size) + np.float32(eps))
     for m in range(size):

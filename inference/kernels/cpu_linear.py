@@ -46,7 +46,7 @@ def gated_linear(  # type: ignore[no-untyped-def]
     signals, piece, threads, weight, bias, size, num_features, x, x_panel, out, panel, tokens
 ):
     """out[:size] = silu(gate x) * (up x); `weight` holds gate above up, and so does `out` for the time being."""
-    taken = chunk_rows(size, num_features, threads)
+    taken, lanes = chunk_rows(size, num_features, threads), np.int64(LANES)
     while True:
         first = take(signals, piece, taken)
         if first >= size:
@@ -54,9 +54,9 @@ def gated_linear(  # type: ignore[no-untyped-def]
         rows = min(taken, size - first)
         for row in (first, size + first):
             start = out + 4 * row * LANES
-            _rows(weight + 4 * row * num_features, num_features, x, x_panel, start, LANES, panel, rows, tokens)
+            _rows(weight + 4 * row * num_features, num_features, x, x_panel, start, lanes, panel, rows, tokens)
             if bias != 0:
-                _add_bias(floats(bias + 4 * row, rows), start, LANES, panel, tokens)
+                _add_bias(floats(bias + 4 * row, rows), start, lanes, panel, tokens)
         for at in range(0, tokens, LANES):
             start = out + 4 * (at // LANES * panel + first * LANES)
             _gate(floats(start, rows * LANES), floats(start + 4 * size * LANES, rows * LANES))

@@ -1,4 +1,4 @@
-"""Elementwise pieces that every compiled kernel shares: exp in a form that vectorises, arrays at an address."""
+"""What every compiled kernel shares: exp in a form that vectorises, arrays at an address and back."""
 
 from typing import Any
 
@@ -27,10 +27,16 @@ def _pointer(typing_context, address):  # type: ignore[no-untyped-def]
     return types.CPointer(types.float32)(types.int64), generate
 
 
+@numba.njit(inline="always")
+def address(array):  # type: ignore[no-untyped-def]
+    """Signed, because numba makes a float of an unsigned and a signed integer together."""
+    return np.int64(array.ctypes.data)
+
+
 @exact
-def floats(address, count):  # type: ignore[no-untyped-def]
+def floats(start, count):  # type: ignore[no-untyped-def]
     """The float32 array at an address."""
-    return numba.carray(_pointer(address), (count,))
+    return numba.carray(_pointer(start), (count,))
 
 
 @fast

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from inference.kernels.compiling import exact
+from inference.kernels.cpu_math import address
 from inference.kernels.cpu_team import meet, take
 from inference.kernels.cpu_tile import LANES
 from inference.kernels.cpu_vocabulary import block_max, block_sums
@@ -48,8 +49,8 @@ def draw(thread, threads, signals, logits_VR, draw, parts, part_ids):  # type: i
             break
         panel, chunk = item // chunks, item % chunks
         row = panel * LANES
-        scaled = False
-        for r in range(row, row + LANES):
+        scaled = draw.temperatures_R[row] != 1
+        for r in range(row + 1, row + LANES):
             scaled |= draw.temperatures_R[r] != 1
         first, last = chunk * CHUNK, min((chunk + 1) * CHUNK, len(logits_VR))
         _scan(logits_VR, row, first, last, scaled, draw, parts[panel, chunk], part_ids[panel, chunk])
@@ -73,19 +74,19 @@ def _scan(logits_VR, row, first, last, scaled, draw, part, part_ids):  # type: i
     begin, size = first, 4
     while begin < last:
         count = min(size, last - begin)
-        base = logits_VR[begin:, row:].ctypes.data
+        base = address(logits_VR[begin:, row:])
         _raise_top(base, step, count, scaled, temperatures, part)
         for j in range(LANES):
             bounds[j] = _bound(part[_TOP, j], part[_BEST, j])
         if scaled:
             block_sums(
-                base, step, count, begin, words.ctypes.data, temperatures.ctypes.data, part[_TOP:].ctypes.data,
-                bounds.ctypes.data, part[_SUM:].ctypes.data, hits.ctypes.data, 1,
+                base, step, count, begin, address(words), address(temperatures), address(part[_TOP:]),
+                address(bounds), address(part[_SUM:]), address(hits), 1,
             )  # fmt: skip
         else:
             block_sums(
-                base, step, count, begin, words.ctypes.data, temperatures.ctypes.data, part[_TOP:].ctypes.data,
-                bounds.ctypes.data, part[_SUM:].ctypes.data, hits.ctypes.data, 0,
+                base, step, count, begin, address(words), address(temperatures), address(part[_TOP:]),
+                address(bounds), address(part[_SUM:]), address(hits), 0,
             )  # fmt: skip
         for v in range(count):
             if hits[v] != 0:
@@ -103,7 +104,7 @@ def _scan(logits_VR, row, first, last, scaled, draw, part, part_ids):  # type: i
 def _raise_top(base, step, count, scaled, temperatures, part):  # type: ignore[no-untyped-def]
     """The highest logit so far, and the sums so far relative to it."""
     before = part[:_SUM].copy()
-    block_max(base, step, count, part[_RAW_TOP:].ctypes.data)
+    block_max(base, step, count, address(part[_RAW_TOP:]))
     for j in range(LANES):
         if not scaled:
             part[_TOP, j] = max(part[_TOP, j], part[_RAW_TOP, j])

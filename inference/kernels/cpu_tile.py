@@ -4,7 +4,7 @@ Matrix libraries are made for large products; a decode step multiplies by 1 to 6
 what the core can do. Here a weight is broadcast and a vector of tokens loaded, so that neither needs repacking: weights
 stay as the checkpoint has them, tokens lie in panels of `LANES`.
 
-Every output element is one chain of fused multiply-adds in the order of the input features, whatever the shape of the
+Every output element is summed over the input features in their order, in chains of `PART`, whatever the shape of the
 block it was computed in. A token's result is therefore bitwise the same alone and in any batch.
 """
 
@@ -17,6 +17,8 @@ from numba.extending import intrinsic
 
 LANES = 16  # tokens of a panel: neighbours in memory
 WIDE = 16 if binding.get_host_cpu_features().get("avx512f", False) else 8  # floats of a vector register
+
+PART = 192  # input features summed in one chain; longer chains lose digits, shorter ones time
 
 _F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 _BYTE_POINTER = ir.IntType(8).as_pointer()
@@ -52,17 +54,21 @@ def product(  # type: ignore[no-untyped-def]
         weights, weight_step, count, tokens, token_step, token_panel, out, out_step, out_panel, blocks, ahead = args[
             :11
         ]
-        with cgutils.for_range(builder, blocks) as loop:
-            first = builder.mul(loop.index, _int(shape[0]))
+        parts = builder.sdiv(builder.add(count, _int(PART - 1)), _int(PART))
+        with cgutils.for_range(builder, blocks) as row_loop, cgutils.for_range(builder, parts) as part_loop:
+            first, skip = builder.mul(row_loop.index, _int(shape[0])), builder.mul(part_loop.index, _int(PART))
+            left = builder.sub(count, skip)
+            size = builder.select(builder.icmp_signed("<", left, _int(PART)), left, _int(PART))
             block = _offset(builder, weights, builder.mul(first, weight_step))
             following = _offset(builder, block, builder.mul(ahead, builder.mul(weight_step, _int(shape[0]))))
             _tile(
                 builder,
                 shape,
-                (block, weight_step, count),
-                (tokens, token_step, token_panel),
+                (_offset(builder, block, skip), weight_step, size),
+                (_offset(builder, tokens, builder.mul(skip, token_step)), token_step, token_panel),
                 (_offset(builder, out, builder.mul(first, out_step)), out_step, out_panel),
-                wanted=[(following, _int(shape[0]))],
+                wanted=[(_offset(builder, following, builder.mul(skip, _int(shape[0]))), _int(shape[0]))],
+                adds=builder.icmp_signed(">", part_loop.index, _int(0)),
             )
         return _context.get_dummy_value()
 
@@ -108,8 +114,12 @@ def _tile(
     *,
     wanted: list[tuple[Any, Any]],
     resume: bool = False,
+    adds: Any = None,
 ) -> None:
-    """`wanted`: addresses to prefetch from, and how many floats further each next one is."""
+    """`wanted`: addresses to prefetch from, and how many floats further each next one is.
+
+    Sums start from what `out` holds with `resume`; they are added to it, when done, where `adds` holds at run time.
+    """
     rows, vectors, lanes = shape
     vector = ir.VectorType(_F32, lanes)
     module = builder.module
@@ -150,7 +160,10 @@ def _tile(
     builder.position_at_end(done)
     for r in range(rows):
         for v in range(vectors):
-            builder.store(results[r][v], out_vectors[r][v], align=4)
+            result = results[r][v]
+            if adds is not None:
+                result = builder.fadd(result, builder.select(adds, builder.load(out_vectors[r][v], align=4), zero))
+            builder.store(result, out_vectors[r][v], align=4)
 
 
 def _vectors(builder: Any, start: Any, panel: Any, shape: list[int]) -> list[Any]:
