@@ -21,6 +21,11 @@ _SCORES = LANES // WIDE  # vectors of scores computed at once
 U = np.uint64  # an unsigned index needs no test for a negative one, which would keep inner loops from vectorising
 
 
+def scores_width(block_size: int) -> int:
+    """A tile, the lanes that a last vector reaches beyond it, and two columns for the maximum and the sum so far."""
+    return max(TILE, block_size) + 2 * LANES
+
+
 @fast
 def norm_rope_store(  # type: ignore[no-untyped-def]
     x_HD, num_heads, num_kv, norm_heads, q_norm, k_norm, eps, cos_F, sin_F, keys, values, block_step, slot, block_size
@@ -75,7 +80,7 @@ def attend(  # type: ignore[no-untyped-def]
     """The queries `q_HD` of one token over `num_kv` key heads from `first_kv` on; `keys`, `values` lie in block 0.
 
     Sees the positions up to its own, the last `window` of them if that is not 0. `block_step` leads from a block to
-    the next in bytes. `scores_HP` and `keys_DS` are scratch.
+    the next in bytes. `scores_HP` (`scores_width` wide) and `keys_DS` are scratch.
     """
     heads, head_dim = q_HD.shape
     group = heads // num_kv

@@ -112,11 +112,13 @@ class CompiledDecoder:
         )
 
     def _grow(self, tokens: int, block_size: int) -> None:
-        panels, tile = len(self._scratch.x), max(cpu_attention.TILE, block_size) + LANES
-        if tokens > panels * LANES or tile > self._scratch.scores.shape[2]:
-            self._scratch = self._new_scratch(max(panels, -(-tokens // LANES)) * LANES, tile)
+        panels, width = len(self._scratch.x), cpu_attention.scores_width(block_size)
+        if tokens > panels * LANES or width > self._scratch.scores.shape[2]:
+            self._scratch = self._new_scratch(
+                max(panels, -(-tokens // LANES)) * LANES, max(width, self._scratch.scores.shape[2])
+            )
 
-    def _new_scratch(self, tokens: int, tile: int) -> Scratch:
+    def _new_scratch(self, tokens: int, width: int) -> Scratch:
         arch, threads = self._decoder.arch, self.team.threads
         panels = tokens // LANES
         heads = arch.num_heads + 2 * arch.num_kv_heads
@@ -131,7 +133,7 @@ class CompiledDecoder:
             panel(max(2 * arch.intermediate_size, heads * arch.head_dim)),
             panel(arch.num_heads * arch.head_dim),
             np.zeros((tokens, heads, arch.head_dim), np.float32),
-            np.zeros((threads, arch.num_heads, tile), np.float32),
+            np.zeros((threads, arch.num_heads, width), np.float32),
             np.zeros((threads, arch.head_dim, LANES), np.float32),
             np.zeros((threads, arch.num_heads, arch.head_dim), np.float32),
         )

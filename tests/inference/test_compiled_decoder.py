@@ -113,13 +113,14 @@ def test_compiled_equals_torch(
     torch.testing.assert_close(decoder.logits(hidden_TM), hidden_TM @ decoder.head.T, atol=2e-5, rtol=2e-5)
 
 
-def test_long_contexts_are_summed_in_tiles() -> None:
+@pytest.mark.parametrize("block_size", [1, 16, 24, 600])
+def test_long_contexts_are_summed_in_tiles(block_size: int) -> None:
     chunks = [(1500, 1), (511, 2), (1024, 3)]
     decoder = make_decoder(windows=(None, 700), length=1600)
-    batch, num_blocks = make_step(chunks, 16)
+    batch, num_blocks = make_step(chunks, block_size)
     results = []
     for forward in (decoder.forward, decoder.forward_torch):
-        pool = make_pool(decoder, num_blocks, 16)
+        pool = make_pool(decoder, num_blocks, block_size)
         fill(pool, batch, chunks)
         results.append(forward(batch, pool))
     torch.testing.assert_close(results[0], results[1], atol=2e-5, rtol=2e-5)
