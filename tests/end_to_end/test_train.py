@@ -97,8 +97,6 @@ def test_rollouts_tell_how_each_sample_came_about(finished: Any) -> None:
         assert row.version_spans[-1][0] < row.step
         assert row.t_admitted <= row.t_first_token <= row.t_finished
         assert row.worker == "inference-0" and row.attempt == 1
-    several = sum(len(row.version_spans) > 1 for row in rows)
-    assert several >= STEPS, f"only {several} of {len(rows)} samples ran across an update"
 
 
 def test_rewards_are_those_of_the_verifier(finished: Any) -> None:
