@@ -31,7 +31,10 @@ def engine(
     seed: int = 0,
     threads: Annotated[int | None, typer.Option(help="CPU threads; all cores if not given.")] = None,
 ) -> None:
-    """Tokens a second of the engine on a load, and its share of what the device can do. EOS is ignored."""
+    """Tokens a second of the engine on a load.
+
+    And its share of what the device can do. EOS is ignored.
+    """
     from olmorl.bench.engine import bench_engine
 
     options = {
@@ -68,7 +71,10 @@ def learner(
     steps: Annotated[int, typer.Option(min=1, help="Timed training steps, after one that is not.")] = 3,
     threads: Annotated[int | None, typer.Option(help="CPU threads; all cores if not given.")] = None,
 ) -> None:
-    """Tokens a second of training steps on a batch, their share of what the device can do, and their peak memory."""
+    """Tokens a second of training steps on a batch.
+
+    And their share of what the device can do, and their peak memory.
+    """
     from olmorl.bench.learner import bench_learner
 
     options = {

@@ -77,7 +77,10 @@ def train(
 def doctor(
     config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="Also check what this run needs.")] = None,
 ) -> None:
-    """Look for what would keep a run from working here, and say how to mend it."""
+    """Look for what would keep a run from working here.
+
+    Each finding comes with its fix.
+    """
     from olmorl.cli.doctor import examine
 
     raise typer.Exit(examine(config))

@@ -22,10 +22,8 @@ def check_run(config_path: Path) -> Iterator[Finding]:
     yield Finding("ok", f"{config_path} is a valid config")
     if not find_shadowed():  # the engine says which models it knows
         yield check_model(config.model.path)
-    for source in config.data.train:
+    for source in (*config.data.train, *config.eval.data):
         yield check_data(source)
-    if config.eval.data is not None:
-        yield check_data(SourceSection(path=config.eval.data))
     yield _placement(config)
 
 

@@ -20,15 +20,24 @@ def print_plan(config_path: Path, overrides: Sequence[str]) -> None:
 def train(config_path: Path, overrides: Sequence[str], *, resume: bool) -> None:
     config = load_config(config_path, overrides)
     from olmorl.controller.run import Run  # brings Ray
+    from olmorl.controller.run_directory import RunDirectory
 
     with Run(config, resume=resume) as run:
         summary = run.train()
     print(format_summary(summary))
+    export = RunDirectory(config.run.directory).export(summary.get("steps", 0))
+    if export.is_dir():
+        print(f"\nthe trained model, a Hugging Face folder: {export}")
 
 
 def format_summary(summary: Mapping[str, Any]) -> str:
-    """Two aligned columns; nested tables get dotted names."""
-    rows = list(_flatten(summary))
+    """Two aligned columns; nested tables get dotted names. What is unknown, and bins that stayed empty, are left out.
+
+    `waste` says where every token ended, the trained ones too: it is shown as the parts of `tokens`.
+    """
+    shown = {name: value for name, value in summary.items() if value is not None and name != "waste"}
+    bins = {name: tokens for name, tokens in summary.get("waste", {}).items() if tokens}
+    rows = [*_flatten(shown), *_flatten(bins, "tokens.")]
     width = max((len(name) for name, _ in rows), default=0)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 

@@ -7,7 +7,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from olmorl.config.names import FIELDS
-from olmorl.config.schema import SourceSection
+from olmorl.config.schema import EvalSource, SourceSection
 
 
 def explain(error: ValidationError, wheres: Mapping[str, str]) -> str:
@@ -26,7 +26,7 @@ def _name(detail: ErrorDetails) -> str:
     if detail["type"] == "extra_forbidden":  # only of a table inside a section; find_key has seen all others
         parts = parts[:-1]
     items = "".join(f"[{part}]" for part in parts[2:] if isinstance(part, int))
-    inner = "".join(f".{part}" for part in parts[3:] if isinstance(part, str) and part in SourceSection.model_fields)
+    inner = "".join(f".{part}" for part in parts[3:] if isinstance(part, str) and part in EvalSource.model_fields)
     return ".".join(str(part) for part in parts[:2]) + items + inner
 
 
@@ -34,7 +34,8 @@ def _describe(name: str, details: list[ErrorDetails], wheres: Mapping[str, str])
     key = name.partition("[")[0]
     first = details[0]
     if first["type"] == "extra_forbidden":
-        return f"{name} has {_nearest_of_source(str(first['loc'][-1]))}"
+        source = EvalSource if name.startswith("eval.") else SourceSection
+        return f"{name} has {_nearest_of_source(str(first['loc'][-1]), list(source.model_fields))}"
     if first["type"] == "value_error":  # from a validator that looks at several fields: it says all itself
         return f"{f'[{name}] ' if name else ''}{first['msg'].removeprefix('Value error, ')}"
     text = FIELDS[key].description if key in FIELDS else None
@@ -46,9 +47,9 @@ def _describe(name: str, details: list[ErrorDetails], wheres: Mapping[str, str])
     return f"{name} is {first['input']!r}{where}; it must be {allowed}{help_text}"
 
 
-def _nearest_of_source(key: str) -> str:
-    close = difflib.get_close_matches(key, SourceSection.model_fields, n=1)
-    hint = f"did you mean {close[0]}?" if close else f"its keys are {', '.join(SourceSection.model_fields)}"
+def _nearest_of_source(key: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(key, known, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"its keys are {', '.join(known)}"
     return f"an unknown key {key!r}; {hint}"
 
 

@@ -143,9 +143,12 @@ def _resolve_paths(config: Config, folders: Sequence[Path]) -> Config:
         return text
 
     model = config.model.model_copy(update={"path": resolve(config.model.path)})
-    sources = tuple(source.model_copy(update={"path": resolve(source.path)}) for source in config.data.train)
-    data = config.data.model_copy(update={"train": sources})
-    update: dict[str, object] = {"model": model, "data": data}
-    if config.eval.data is not None:
-        update["eval"] = config.eval.model_copy(update={"data": resolve(config.eval.data)})
-    return config.model_copy(update=update)
+    train, evaluation = (
+        tuple(source.model_copy(update={"path": resolve(source.path)}) for source in sources)
+        for sources in (config.data.train, config.eval.data)
+    )
+    data, held_out = (
+        config.data.model_copy(update={"train": train}),
+        config.eval.model_copy(update={"data": evaluation}),
+    )
+    return config.model_copy(update={"model": model, "data": data, "eval": held_out})

@@ -23,6 +23,15 @@ def _as_list(values: object, key: str) -> object:
     return values
 
 
+def _as_sources(values: object, key: str) -> object:
+    """A path stands for a table that has it."""
+    values = _as_list(values, key)
+    if isinstance(values, dict) and isinstance(values.get(key), list | tuple):
+        sources = tuple({"path": source} if isinstance(source, str) else source for source in values[key])
+        return {**values, key: sources}
+    return values
+
+
 class Section(BaseModel):
     """Frozen, and refuses what it does not know. Strict: "16" or true is no number; paths and lists are converted."""
 
@@ -107,11 +116,7 @@ class DataSection(Section):
     @model_validator(mode="before")
     @classmethod
     def _paths_are_sources(cls, values: object) -> object:
-        values = _as_list(values, "train")
-        if isinstance(values, dict) and isinstance(values.get("train"), list | tuple):
-            sources = tuple({"path": source} if isinstance(source, str) else source for source in values["train"])
-            return {**values, "train": sources}
-        return values
+        return _as_sources(values, "train")
 
     @model_validator(mode="after")
     def _all_or_none_weighted(self) -> "DataSection":
@@ -281,17 +286,42 @@ class CheckpointSection(Section):
     """write a Hugging Face folder at the end"""
 
 
+class EvalSource(SourceSection):
+    """A set of prompts to evaluate on, under its name."""
+
+    samples_per_prompt: int | None = Field(None, ge=1)
+    """None takes eval.samples_per_prompt"""
+
+    @model_validator(mode="after")
+    def _is_no_mixture(self) -> "EvalSource":
+        if self.weight is not None or self.count is not None:
+            raise ValueError(
+                f"eval.data: {self.path!r} has a weight or a count; a set is evaluated whole, or to `limit`"
+            )
+        return self
+
+
 class EvalSection(Section):
-    data: str | None = None
+    data: tuple[EvalSource, ...] = Field((), strict=False)
+    """sets of prompts: a path, a table {path, name, samples_per_prompt, ...}, or a list of them"""
     every: int = Field(0, ge=0)
     """steps; 0: only before and after the run"""
     limit: int | None = Field(None, ge=1)
+    """prompts of each set"""
     samples_per_prompt: int = Field(1, ge=1)
+    """the k of avg@k and pass@k"""
     temperature: float = Field(1.0, ge=0)
+    top_k: int = Field(0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)
-    max_response_tokens: int | None = None
+    min_p: float = Field(0.0, ge=0, le=1)
+    max_response_tokens: int | None = Field(None, ge=1)
     """None takes rollout.max_response_tokens"""
     seed: int = 1234
+
+    @model_validator(mode="before")
+    @classmethod
+    def _paths_are_sources(cls, values: object) -> object:
+        return _as_sources(values, "data")
 
 
 class LoggingSection(Section):
@@ -334,6 +364,13 @@ class Config(Section):
     eval: EvalSection = EvalSection()
     logging: LoggingSection = LoggingSection()
     cluster: ClusterSection = ClusterSection()
+
+    @property
+    def max_model_tokens(self) -> int:
+        """The longest sequence an engine may meet: prompt and response, of training or evaluation."""
+        rollout = self.rollout
+        responses = rollout.max_response_tokens, self.eval.max_response_tokens or 0
+        return rollout.max_prompt_tokens + max(responses)
 
     @model_validator(mode="after")
     def _sections_agree(self) -> "Config":

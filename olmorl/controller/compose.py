@@ -1,9 +1,7 @@
 """Builds a session from its parts: the only place that knows all of them."""
 
 import asyncio
-import os
 from dataclasses import dataclass
-from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -12,6 +10,7 @@ from olmorl.config.schema import Config
 from olmorl.contract.training import ScoreRequest
 from olmorl.controller.canary import canary_sequences
 from olmorl.controller.cluster import Cluster, Remote
+from olmorl.controller.evaluate import EvalSet, load_eval_sets
 from olmorl.controller.fleet import replace_engine, start_fleet
 from olmorl.controller.placement import Placement
 from olmorl.controller.recorder import Recorder, Totals
@@ -22,10 +21,10 @@ from olmorl.controller.scoring import Scorer, verifiers_to_load
 from olmorl.controller.session import Session
 from olmorl.controller.supervisor import EngineSupervisor
 from olmorl.controller.sync import WeightSync
-from olmorl.data.prompt import Prompt
+from olmorl.data.prompt import EncodedExample
 from olmorl.data.prompt_set import PromptSet, load_prompts
 from olmorl.data.stream import PromptStream
-from olmorl.data.tokenizer import PromptEncoder, load_tokenizer
+from olmorl.data.tokenizer import PromptEncoder, find_model, load_tokenizer
 from olmorl.metrics.sinks import open_sinks
 
 
@@ -34,39 +33,45 @@ class Inputs:
     """Everything read from files before any worker starts, so that bad input costs no start-up."""
 
     train: PromptSet
-    eval: list[Prompt]
+    eval: tuple[EvalSet, ...]
     verifiers: tuple[str, ...]
     canary: ScoreRequest | None
 
+    @property
+    def examples(self) -> list[EncodedExample]:
+        """Every row, of training and evaluation."""
+        return [*self.train.examples, *(prompt for one in self.eval for prompt in one.prompts)]
+
 
 def load_inputs(config: Config) -> Inputs:
-    if os.path.isdir(config.model.path):
-        read_architecture(Path(config.model.path))  # refuses a family that the engine does not know
+    encoder = load_encoder(config)
     data, rollout = config.data, config.rollout
-    encoder = PromptEncoder(
-        load_tokenizer(config.model.path),
-        apply_chat_template=data.apply_chat_template,
-        system_prompt=data.system_prompt,
-    )
-    load = partial(
-        load_prompts,
+    train = load_prompts(
+        data.train,
         encoder=encoder,
         max_prompt_tokens=rollout.max_prompt_tokens,
         verifiers=config.reward.verifier,
     )
-    train = load(data.train)
-    evaluation: list[Prompt] = []
-    if config.eval.data is not None:
-        held_out = load([config.eval.data])
-        stream = PromptStream(held_out, seed=0, shuffle=False)
-        evaluation = [stream.next() for _ in range(min(len(held_out), config.eval.limit or len(held_out)))]
+    evaluation = load_eval_sets(config, encoder)
     canary = canary_sequences(
         (example.token_ids for example in train.examples),
         count=config.sync.canary_sequences,
         length=config.sync.canary_tokens,
     )
-    rows = [*train.verifiers, *(check.verifier for prompt in evaluation for check in prompt.checks)]
+    held_out = (prompt for one in evaluation for prompt in one.prompts)
+    rows = [*train.verifiers, *(check.verifier for prompt in held_out for check in prompt.checks)]
     return Inputs(train, evaluation, verifiers_to_load(config.reward, rows), canary)
+
+
+def load_encoder(config: Config) -> PromptEncoder:
+    """The tokenizer of a model that the engine knows. Raises ModelError: no such model, or of another family."""
+    folder = find_model(config.model.path)
+    read_architecture(folder)
+    return PromptEncoder(
+        load_tokenizer(str(folder)),
+        apply_chat_template=config.data.apply_chat_template,
+        system_prompt=config.data.system_prompt,
+    )
 
 
 async def compose(
@@ -129,7 +134,7 @@ async def compose(
         supervisor=supervisor,
         scorer=scorer,
         prompts=prompts,
-        eval_prompts=inputs.eval,
+        eval_sets=inputs.eval,
         recorder=recorder,
         version=version,
     )

@@ -4,80 +4,166 @@ The caller publishes no new weights before `evaluate` returns; that is what pins
 """
 
 import asyncio
-import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from olmorl.config.schema import Config
-from olmorl.contract.errors import SyncError
+from olmorl.contract.errors import ConfigError, SyncError
 from olmorl.contract.generation import SamplingParams
-from olmorl.controller.group import ScoredSample
+from olmorl.controller.group import Fate, Group, ScoredSample
 from olmorl.controller.loop import request_seed
 from olmorl.controller.rollout import RolloutService
 from olmorl.controller.scoring import Scorer
 from olmorl.data.prompt import Prompt
+from olmorl.data.prompt_set import load_prompts
+from olmorl.data.source import source_name
+from olmorl.data.stream import PromptStream
+from olmorl.data.tokenizer import PromptEncoder
+from olmorl.metrics.pass_at_k import Estimate, avg_at_k, pass_at_k
 
 PRIORITY = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EvalSet:
+    name: str
+    prompts: tuple[Prompt, ...]
+    samples_per_prompt: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Evaluation:
+    """What one policy version made of one set. Rewards are unscaled."""
+
+    set: EvalSet
     version: int
-    avg_at_k: float
-    standard_error: float  # of avg_at_k over prompts
-    pass_at_k: float
-    k: int
-    num_prompts: int
-    num_unscored: int
-    num_tokens: int
-    seconds: float
+    groups: tuple[Group, ...]
+    """one for each prompt, in order"""
+
+    @cached_property
+    def samples(self) -> list[ScoredSample]:
+        return [s for group in self.groups for s in group.samples]
+
+    @property
+    def k(self) -> int:
+        return self.set.samples_per_prompt
+
+    @cached_property
+    def rewards(self) -> list[list[float]]:
+        """Of the samples that have one, prompt by prompt."""
+        return [[s.reward for s in group.samples if s.reward is not None] for group in self.groups]
+
+    @cached_property
+    def avg_at_k(self) -> Estimate:
+        return avg_at_k(self.rewards)
+
+    def pass_at(self, k: int) -> Estimate:
+        return pass_at_k(self.rewards, k)
+
+    @property
+    def num_unscored(self) -> int:
+        return len(self.samples) - sum(map(len, self.rewards))
+
+    @property
+    def num_tokens(self) -> int:
+        return int(sum(self.lengths))
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """[samples] tokens of each response."""
+        return np.array([len(s.sample.token_ids) for s in self.samples])
+
+    @property
+    def truncated_fraction(self) -> float:
+        return float(np.mean([s.sample.finish_reason == "length" for s in self.samples]))
+
+
+def load_eval_sets(config: Config, encoder: PromptEncoder) -> tuple[EvalSet, ...]:
+    """The sets of eval.data, whole or as far as eval.limit. Raises DataError, and ConfigError for a name used twice."""
+    section, sets = config.eval, []
+    for source in section.data:
+        prompts = load_prompts(
+            [source],
+            encoder=encoder,
+            max_prompt_tokens=config.rollout.max_prompt_tokens,
+            verifiers=config.reward.verifier if source.verifier is None else None,
+        )
+        stream = PromptStream(prompts, seed=0, shuffle=False)
+        count = min(len(prompts), section.limit or len(prompts))
+        sets.append(
+            EvalSet(
+                name=source_name(source).replace("/", "_"),
+                prompts=tuple(stream.next() for _ in range(count)),
+                samples_per_prompt=source.samples_per_prompt or section.samples_per_prompt,
+            )
+        )
+    names = [one.name for one in sets]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"eval.data has two sets called {name!r}; give each a `name` of its own")
+    return tuple(sets)
 
 
 async def evaluate(
-    prompts: Sequence[Prompt], *, config: Config, service: RolloutService, scorer: Scorer, version: int
-) -> Evaluation:
-    """Sample every prompt k times and score it. Raises SyncError if any token is of another version."""
-    started = time.perf_counter()
-    groups = await asyncio.gather(*(_sample(p, config, service, scorer) for p in prompts))
-    scored = [[s.reward for s in group if s.reward is not None] for group in groups]
-    counted = [rewards for rewards in scored if rewards]
-    for group in groups:
-        for s in group:
-            others = {span[0] for span in s.sample.version_spans} - {version}
-            if others:
-                raise SyncError(f"evaluation of version {version} met tokens of version {sorted(others)}")
-    means = np.array([np.mean(rewards) for rewards in counted])
-    k = config.eval.samples_per_prompt
-    return Evaluation(
-        version=version,
-        avg_at_k=float(means.mean()) if len(means) else math.nan,
-        standard_error=float(means.std(ddof=1) / math.sqrt(len(means))) if len(means) > 1 else math.nan,
-        pass_at_k=float(np.mean([max(rewards) >= 1 for rewards in counted])) if counted else math.nan,
-        k=k,
-        num_prompts=len(groups),
-        num_unscored=sum(len(group) for group in groups) - sum(map(len, scored)),
-        num_tokens=sum(len(s.sample.token_ids) for group in groups for s in group),
-        seconds=time.perf_counter() - started,
-    )
+    sets: Sequence[EvalSet],
+    *,
+    config: Config,
+    service: RolloutService,
+    scorer: Scorer,
+    version: int,
+    on_scored: Callable[[int], None] = lambda count: None,
+) -> list[Evaluation]:
+    """Sample every prompt of every set and score it, all at once. Raises SyncError if any token is of another version.
+
+    `on_scored` is told how many samples more are done.
+    """
+
+    async def sample(one: EvalSet, order: int, prompt: Prompt) -> Group:
+        request_id = f"eval/{one.name}/{prompt.prompt_id}"
+        seed = request_seed(config.eval.seed, prompt)
+        group = Group(prompt=prompt, order=order, admitted_version=version, seed=seed, t_admitted=time.time())
+        params = eval_params(config, n=one.samples_per_prompt, seed=seed)
+        async with aclosing(service.generate(request_id, prompt.token_ids, params, priority=PRIORITY)) as arrivals:
+            async for samples in arrivals:
+                group.samples += await scorer.score(prompt, samples)
+                on_scored(len(samples))
+        group.samples.sort(key=lambda s: s.sample.sample_index)
+        for s in group.samples:
+            s.fate = Fate.EVAL
+        return group
+
+    async def run(one: EvalSet) -> Evaluation:
+        groups = await asyncio.gather(*(sample(one, order, prompt) for order, prompt in enumerate(one.prompts)))
+        return Evaluation(set=one, version=version, groups=tuple(groups))
+
+    evaluations = await asyncio.gather(*(run(one) for one in sets))
+    for evaluation in evaluations:
+        _check_version(evaluation)
+    return evaluations
 
 
-async def _sample(prompt: Prompt, config: Config, service: RolloutService, scorer: Scorer) -> list[ScoredSample]:
+def eval_params(config: Config, *, n: int, seed: int) -> SamplingParams:
+    """The seed of a prompt is the same at every evaluation, so that two versions differ by their weights alone."""
     section = config.eval
-    params = SamplingParams(
-        n=section.samples_per_prompt,
+    return SamplingParams(
+        n=n,
         temperature=section.temperature,
+        top_k=section.top_k,
         top_p=section.top_p,
+        min_p=section.min_p,
         max_tokens=section.max_response_tokens or config.rollout.max_response_tokens,
         stop=config.sampling.stop,
-        seed=request_seed(section.seed, prompt),
+        seed=seed,
     )
-    scored: list[ScoredSample] = []
-    request_id = f"eval/{prompt.prompt_id}"
-    async with aclosing(service.generate(request_id, prompt.token_ids, params, priority=PRIORITY)) as arrivals:
-        async for samples in arrivals:
-            scored += await scorer.score(prompt, samples)
-    return scored
+
+
+def _check_version(evaluation: Evaluation) -> None:
+    spans = (span for s in evaluation.samples for span in s.sample.version_spans)
+    others = {version for version, *_ in spans} - {evaluation.version}
+    if others:
+        raise SyncError(f"evaluation of version {evaluation.version} met tokens of version {sorted(others)}")

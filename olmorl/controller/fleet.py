@@ -70,7 +70,7 @@ async def replace_engine(slot: int, number: int, *, config: Config, cluster: Clu
 
 async def _start_engine(engine: Remote, config: Config, placement: Placement) -> None:
     deadline = config.cluster.start_timeout_seconds
-    await engine.start(INFERENCE_WORKER, _engine_config(config, placement), name=engine.name, timeout=deadline)
+    await engine.start(INFERENCE_WORKER, engine_config(config, placement), name=engine.name, timeout=deadline)
 
 
 async def _start_learners(learners: list[Remote], config: LearnerConfig, deadline: float) -> None:
@@ -85,7 +85,7 @@ async def _start_learners(learners: list[Remote], config: LearnerConfig, deadlin
     await asyncio.gather(*(learner.call("start", host, port, timeout=deadline) for learner in learners))
 
 
-def _engine_config(config: Config, placement: Placement) -> EngineConfig:
+def engine_config(config: Config, placement: Placement) -> EngineConfig:
     section = config.inference
     return EngineConfig(
         model=config.model.path,
@@ -95,7 +95,7 @@ def _engine_config(config: Config, placement: Placement) -> EngineConfig:
         kv_cache_tokens=section.kv_cache_tokens,
         block_size=section.block_size,
         max_tokens_per_step=section.max_tokens_per_step,
-        max_model_len=config.rollout.max_prompt_tokens + config.rollout.max_response_tokens,
+        max_model_len=config.max_model_tokens,
         prefix_caching=section.prefix_caching,
         batching=section.batching,
         seed=config.run.seed,

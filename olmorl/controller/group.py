@@ -16,6 +16,7 @@ class Fate(StrEnum):
     TRUNCATED = "truncated"
     ABORTED = "aborted"
     ERROR = "error"
+    EVAL = "eval"
 
 
 class State(StrEnum):

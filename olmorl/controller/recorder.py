@@ -37,6 +37,9 @@ class Totals:
     reward_last: float | None = None
     eval_before: float | None = None
     eval_after: float | None = None
+    """mean reward over the evaluation sets, of the first and of the last version evaluated"""
+    eval: dict[str, dict[str, float]] = field(default_factory=dict)
+    """the last evaluation of each set"""
     waste: dict[str, int] = field(default_factory=dict)
 
 
@@ -101,18 +104,22 @@ class Recorder:
         self._add_up_waste()
         return Step(number=number, groups=groups, reports=reports, times=times, t_trained=time.time())
 
-    def evaluated(self, evaluation: Evaluation) -> None:
-        self._ledger.add("eval", evaluation.num_tokens)
-        if self.totals.eval_before is None:
-            self.totals.eval_before = evaluation.avg_at_k
-        self.totals.eval_after = evaluation.avg_at_k
+    def evaluated(self, evaluations: Sequence[Evaluation]) -> None:
+        """What one version made of all sets."""
+        totals = self.totals
+        for evaluation in evaluations:
+            self._ledger.add("eval", evaluation.num_tokens)
+            totals.eval[evaluation.set.name] = step_metrics.describe_evaluation(evaluation)
+        totals.eval_after = sum(evaluation.avg_at_k.mean for evaluation in evaluations) / len(evaluations)
+        if totals.eval_before is None:
+            totals.eval_before = totals.eval_after
 
     def updated(self, update: UpdateReport) -> None:
         """An update is live; the next row tells of it."""
         self._updates.append(update)
 
-    def write_row(self, step: Step, evaluation: Evaluation | None, stats: Stats, faults: dict[str, float]) -> None:
-        """Everything known of the step, to the rollout file and to every sink."""
+    def write_row(self, step: Step, evaluations: Sequence[Evaluation], stats: Stats, faults: dict[str, float]) -> None:
+        """Everything known of the step, to the files of samples and to every sink."""
         now = time.perf_counter()
         seconds, self._t_row = now - self._t_row, now
         bag = MetricBag()
@@ -127,7 +134,7 @@ class Recorder:
                 bag, step.reports, peak_flops=self._fleet.learner_peak_flops, seconds=step.times.step
             )
             step_metrics.add_progress(bag, step.groups, seconds=step.times.step)
-        if evaluation is not None:
+        for evaluation in evaluations:
             step_metrics.add_evaluation(bag, evaluation)
         totals = self.totals
         bag.update({"progress/episodes": totals.episodes, "progress/tokens_total": totals.tokens})
@@ -139,9 +146,18 @@ class Recorder:
                 step.groups, step=step.number, attempt=self._attempt, t_trained=step.t_trained
             )
             write_rollouts(self._directory.rollouts_file(step.number), rows)
+        if evaluations:
+            self._write_evaluations(step.number, evaluations)
         metrics = bag.drain()
         for sink in self._sinks:
             sink.write(step.number, metrics)
+
+    def _write_evaluations(self, version: int, evaluations: Sequence[Evaluation]) -> None:
+        rows = {one.set.name: step_metrics.evaluation_rows(one, attempt=self._attempt) for one in evaluations}
+        if self._config.logging.rollouts:
+            write_rollouts(self._directory.evals_file(version), [row for of_set in rows.values() for row in of_set])
+        for sink in self._sinks:
+            sink.write_samples(version, rows)
 
     def close_books(self, *, received_tokens: int, pending_tokens: int) -> None:
         """Tokens of groups that were still under way are surplus; then the books must close, or LedgerError."""

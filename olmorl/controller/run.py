@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from olmorl.config.dump import dump_toml
 from olmorl.config.schema import Config
 from olmorl.contract.errors import SyncError, WorkerLostError
+from olmorl.controller.announce import announce
 from olmorl.controller.cluster import Cluster, check_placement
 from olmorl.controller.compose import compose, load_inputs
 from olmorl.controller.loop import Batch
@@ -97,8 +98,12 @@ class Run:
         check_placement(placement, address=config.cluster.address)
         self._thread.start()
         self._scorer = self._do(Scorer.start(config.reward, verifiers=inputs.verifiers))
+        self._do(self._scorer.check_truths(inputs.examples))
         attempt, checkpoint = directory.prepare(resume=self._resume)
         write_atomically(directory.config_file, dump_toml(config))
+        if config.logging.console:
+            resumed = checkpoint.name if checkpoint else ""
+            announce(config, inputs, directory=directory, placement=placement, attempt=attempt, resumed_from=resumed)
         self._cluster = Cluster(
             placement,
             address=config.cluster.address,

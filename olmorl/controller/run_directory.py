@@ -34,6 +34,9 @@ class RunDirectory:
     def rollouts_file(self, step: int) -> Path:
         return self.path / "rollouts" / f"step_{step:06d}.parquet"
 
+    def evals_file(self, version: int) -> Path:
+        return self.path / "evals" / f"step_{version:06d}.parquet"
+
     def checkpoint(self, step: int) -> Path:
         return self.path / "checkpoints" / f"step_{step:06d}"
 
@@ -94,7 +97,7 @@ class RunDirectory:
     def _set_aside(self, attempt: int, *, beyond: int) -> None:
         """Move rows of steps > `beyond`, and half-written checkpoints, to attempt_<attempt>/."""
         aside = self.path / f"attempt_{attempt}"
-        for folder in ("rollouts", "checkpoints", "export"):
+        for folder in ("rollouts", "evals", "checkpoints", "export"):
             for entry in sorted((self.path / folder).glob("step_*")):
                 if _step_of(entry) > beyond or (folder == "checkpoints" and not (entry / MARKER).exists()):
                     (aside / folder).mkdir(parents=True, exist_ok=True)

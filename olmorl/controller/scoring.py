@@ -10,7 +10,8 @@ from olmorl.config.schema import RewardSection
 from olmorl.contract.errors import ConfigError
 from olmorl.contract.generation import RolloutSample
 from olmorl.controller.group import ScoredSample
-from olmorl.data.prompt import Prompt
+from olmorl.controller.truth_check import check_truths
+from olmorl.data.prompt import EncodedExample, Prompt
 from olmorl.rewards.combine import combine
 from olmorl.rewards.pool import VerifierPool
 from olmorl.rewards.settings import VerifierSettings
@@ -56,6 +57,10 @@ class Scorer:
         await pool.start()
         return cls(pool, section=section)
 
+    async def check_truths(self, examples: Sequence[EncodedExample]) -> None:
+        """Raises DataError if a ground truth cannot be judged by its verifier."""
+        await check_truths(self._pool, examples, remap=self._remap)
+
     async def score(self, prompt: Prompt, samples: Sequence[RolloutSample]) -> list[ScoredSample]:
         """In the order of `samples`. What an engine gave up is an error, never a wrong answer."""
         whole = [s for s in samples if s.finish_reason != "abort"]
@@ -81,7 +86,8 @@ class Scorer:
         if verdict.status != "scored" and verdict.status not in self._told:
             self._told.add(verdict.status)
             names = ", ".join(check.verifier or "" for check in prompt.checks)
-            log.warning("%s: verdict %r (%s); such samples are not trained", names, verdict.status, verdict.detail)
+            said = "%s: %s: verdict %r (%s); such samples are not trained"
+            log.warning(said, prompt.place or prompt.prompt_id, names, verdict.status, verdict.detail)
 
     async def _judge(self, prompt: Prompt, sample: RolloutSample) -> Verdict:
         names = []

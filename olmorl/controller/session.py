@@ -14,7 +14,7 @@ from olmorl.config.schema import Config
 from olmorl.controller.admission import train_samples
 from olmorl.controller.background import Background
 from olmorl.controller.buffer import RolloutBuffer
-from olmorl.controller.evaluate import Evaluation, evaluate
+from olmorl.controller.evaluate import EvalSet, Evaluation, evaluate
 from olmorl.controller.fleet import Fleet
 from olmorl.controller.loop import Batch, RolloutLoops
 from olmorl.controller.recorder import Recorder, Step, snapshot_stats
@@ -25,7 +25,6 @@ from olmorl.controller.scoring import Scorer
 from olmorl.controller.step_metrics import StepTimes
 from olmorl.controller.supervisor import EngineSupervisor, watch_learners
 from olmorl.controller.sync import WeightSync
-from olmorl.data.prompt import Prompt
 
 T = TypeVar("T")
 
@@ -45,7 +44,7 @@ class Session:
         supervisor: EngineSupervisor,
         scorer: Scorer,
         prompts: PromptQueue,
-        eval_prompts: list[Prompt],
+        eval_sets: tuple[EvalSet, ...],
         recorder: Recorder,
         version: int,
     ) -> None:
@@ -57,7 +56,7 @@ class Session:
         self._supervisor = supervisor
         self._scorer = scorer
         self._prompts = prompts
-        self._eval_prompts = eval_prompts
+        self._eval_sets = eval_sets
         self._recorder = recorder
         self._buffer = RolloutBuffer(
             groups_per_batch=config.rollout.prompts_per_step,
@@ -189,22 +188,23 @@ class Session:
         self._recorder.updated(await self._sync.publish(step.number))
         self._loops.published(step.number)
         started = time.perf_counter()
-        evaluation = await self._evaluate(step.number)
+        evaluations = await self._evaluate(step)
         step.times.eval = time.perf_counter() - started
         if step.number == 0 or step.groups:  # a resumed run's first update belongs to a step that has its row
             stats = snapshot_stats(self._service.stats)
-            await asyncio.to_thread(self._recorder.write_row, step, evaluation, stats, self._faults())
+            await asyncio.to_thread(self._recorder.write_row, step, evaluations, stats, self._faults())
 
-    async def _evaluate(self, version: int) -> Evaluation | None:
-        every, last = self._config.eval.every, self._config.run.steps
-        due = version in (0, last) or (every and version % every == 0)
-        if not due or not self._eval_prompts:
-            return None
-        evaluation = await evaluate(
-            self._eval_prompts, config=self._config, service=self._service, scorer=self._scorer, version=version
+    async def _evaluate(self, step: Step) -> list[Evaluation]:
+        """What is due at this version. A resumed run has the row of its first version, and what was due then in it."""
+        version, every, last = step.number, self._config.eval.every, self._config.run.steps
+        due = version in (0, last) or (every and version % every == 0 and step.groups)
+        if not due or not self._eval_sets:
+            return []
+        evaluations = await evaluate(
+            self._eval_sets, config=self._config, service=self._service, scorer=self._scorer, version=version
         )
-        self._recorder.evaluated(evaluation)
-        return evaluation
+        self._recorder.evaluated(evaluations)
+        return evaluations
 
     def _faults(self) -> dict[str, float]:
         return {

@@ -1,7 +1,8 @@
 """What a step says of itself in metrics.jsonl and in the rollout file. Kept out of the loops; decides nothing."""
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -10,6 +11,7 @@ from olmorl.controller.admission import token_versions
 from olmorl.controller.evaluate import Evaluation
 from olmorl.controller.group import Fate, Group
 from olmorl.controller.sync import UpdateReport
+from olmorl.data.prompt import Prompt
 from olmorl.metrics.bag import MetricBag
 from olmorl.metrics.rollout_log import RolloutRow
 from olmorl.metrics.utilization import Peak, since, utilization
@@ -112,8 +114,28 @@ def add_update(bag: MetricBag, report: UpdateReport) -> None:
 
 
 def add_evaluation(bag: MetricBag, evaluation: Evaluation) -> None:
-    bag.add("eval/heldout/avg_at_k", evaluation.avg_at_k)
-    bag.add("eval/heldout/pass_at_k", evaluation.pass_at_k)
+    prefix = f"eval/{evaluation.set.name}"
+    average, passed = evaluation.avg_at_k, evaluation.pass_at(evaluation.k)
+    bag.add(f"{prefix}/avg_at_k", average.mean)
+    bag.add(f"{prefix}/avg_at_k_stderr", average.standard_error)
+    bag.add(f"{prefix}/pass_at_k", passed.mean)
+    bag.add(f"{prefix}/pass_at_k_stderr", passed.standard_error)
+    bag.add(f"{prefix}/unscored_fraction", evaluation.num_unscored / len(evaluation.lengths))
+    bag.add(f"{prefix}/truncated_fraction", evaluation.truncated_fraction)
+    bag.add(f"{prefix}/response_length_mean", evaluation.lengths)
+
+
+def describe_evaluation(evaluation: Evaluation) -> dict[str, float]:
+    """For the summary."""
+    average, passed = evaluation.avg_at_k, evaluation.pass_at(evaluation.k)
+    return {
+        "version": evaluation.version,
+        "k": evaluation.k,
+        "avg_at_k": average.mean,
+        "avg_at_k_stderr": average.standard_error,
+        "pass_at_k": passed.mean,
+        "pass_at_k_stderr": passed.standard_error,
+    }
 
 
 def add_times(bag: MetricBag, times: StepTimes) -> None:
@@ -154,6 +176,25 @@ def rollout_rows(groups: Iterable[Group], *, step: int, attempt: int, t_trained:
                     t_first_token=s.sample.t_first_token,
                     t_finished=s.sample.t_finished,
                     t_trained=t_trained if trained else None,
+                    prompt=group.prompt.text,
+                    ground_truth=_truths(group.prompt),
+                    verdict_detail=s.detail,
                 )
             )
     return rows
+
+
+def _truths(prompt: Prompt) -> str:
+    """As JSON; of several verifiers a list."""
+    truths = [check.ground_truth for check in prompt.checks]
+    return json.dumps(truths[0] if len(truths) == 1 else truths, ensure_ascii=False, default=str)
+
+
+def evaluation_rows(evaluation: Evaluation, *, attempt: int) -> list[RolloutRow]:
+    """As those of training; the set is their data source, and stands before their ids."""
+    name = evaluation.set.name
+    rows = rollout_rows(evaluation.groups, step=evaluation.version, attempt=attempt, t_trained=0.0)
+    return [
+        replace(row, rollout_id=f"{name}/{row.rollout_id}", prompt_id=f"{name}/{row.prompt_id}", data_source=name)
+        for row in rows
+    ]

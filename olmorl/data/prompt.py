@@ -25,6 +25,8 @@ class EncodedExample:
     """what the model reads, special tokens included"""
     checks: tuple[Check, ...]
     data_source: str
+    place: str = ""
+    """where the row stands: file:line, or source:row"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

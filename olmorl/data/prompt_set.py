@@ -99,7 +99,14 @@ def _encode_source(
         if not len(token_ids):
             raise DataError(f"{place}: the tokenizer makes no token of the prompt {text!r}")
     return [
-        EncodedExample(index=first + i, token_ids=token_ids, text=texts[i], checks=checks[i], data_source=names[i])
+        EncodedExample(
+            index=first + i,
+            token_ids=token_ids,
+            text=texts[i],
+            checks=checks[i],
+            data_source=names[i],
+            place=places[i],
+        )
         for i, token_ids in enumerate(encoded)
     ]
 

@@ -18,12 +18,17 @@ from transformers import PreTrainedTokenizerFast
 from olmorl.contract.errors import ConfigError, DataError, ModelError
 from olmorl.data.dialect import Messages
 
-HUB_FILES = ("tokenizer*", "*.jinja", "special_tokens_map.json", "added_tokens.json")
+HUB_FILES = ("config.json", "tokenizer*", "*.jinja", "special_tokens_map.json", "added_tokens.json")
+
+
+def find_model(model: str) -> Path:
+    """The folder of a local model, or of what a hub id has beside its weights. Raises ModelError."""
+    return Path(model) if os.path.isdir(model) else _download(model)
 
 
 def load_tokenizer(model: str) -> PreTrainedTokenizerFast:
     """The tokenizer of a local Hugging Face folder or a hub id. Raises ModelError."""
-    folder = Path(model) if os.path.isdir(model) else _download(model)
+    folder = find_model(model)
     if not (folder / "tokenizer.json").is_file():
         raise ModelError(f"{model}: the model has no tokenizer.json; save its fast tokenizer beside the weights")
     try:

@@ -1,16 +1,20 @@
 """What a person sees while a run goes on: one live line on a terminal, a plain line now and then without one."""
 
+import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
+
+from olmorl.metrics.rollout_log import RolloutRow
 
 _LINES_WITHOUT_TERMINAL = 40  # in a whole run
 
 
 class ConsoleSink:
-    """`total_steps` sets the ETA; `first_step` is the last step already done when a run is resumed.
+    """`total_steps` and the time since the first row set the ETA: what starting took is no part of it. `first_step` is
+    the last step already done when a run is resumed.
 
     On a terminal a line is redrawn in place at each step, and once a second so that the clock moves while a step
     takes long; what others print meanwhile scrolls above it.
@@ -21,7 +25,8 @@ class ConsoleSink:
         self._total = total_steps
         self._first = first_step
         self._every = max(1, total_steps // _LINES_WITHOUT_TERMINAL)
-        self._started = time.monotonic()
+        self._began: tuple[int, float] | None = None
+        """step and time of the first row"""
         self._progress: Progress | None = None
         if self._console.is_terminal:
             self._progress = Progress(
@@ -35,28 +40,35 @@ class ConsoleSink:
             self._progress.start()
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
+        self._began = self._began or (step, time.monotonic())
         for line in _evaluations(step, metrics):
-            self._console.print(line, markup=False, highlight=False)
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
         if "reward/mean" not in metrics:
             return
-        status = f"{_status(metrics)} · {self._eta(step)}"
+        status = " · ".join([*_status(metrics), *self._eta(step)])
         if self._progress is not None:
             self._progress.update(self._task, completed=step, status=status)
         elif step == self._first + 1 or step % self._every == 0 or step == self._total:
             self._console.print(f"step {step}/{self._total} · {status}", markup=False, highlight=False, soft_wrap=True)
+
+    def write_samples(self, version: int, samples: Mapping[str, Sequence[RolloutRow]]) -> None:
+        """Too much for a console."""
 
     def close(self) -> None:
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
 
-    def _eta(self, step: int) -> str:
-        done = step - self._first
-        seconds = (time.monotonic() - self._started) / max(done, 1) * (self._total - step)
-        return f"{_duration(seconds)} left"
+    def _eta(self, step: int) -> list[str]:
+        assert self._began is not None, "a row was written"
+        first, then = self._began
+        if step == first:
+            return []
+        seconds = (time.monotonic() - then) / (step - first) * (self._total - step)
+        return [f"{_duration(seconds)} left"]
 
 
-def _status(metrics: Mapping[str, float]) -> str:
+def _status(metrics: Mapping[str, float]) -> list[str]:
     parts = [f"reward {metrics['reward/mean']:.3f}"]
     if (rate := metrics.get("throughput/tokens_per_second")) is not None:
         parts.append(f"{rate:,.0f} tok/s")
@@ -65,18 +77,29 @@ def _status(metrics: Mapping[str, float]) -> str:
     if (step_seconds := metrics.get("time/step", 0.0)) > 0:
         parts.append(f"wait {metrics.get('time/wait_for_batch', 0.0) / step_seconds:.0%}")
         parts.append(f"{step_seconds:.2f} s/step")
-    return " · ".join(parts)
+    return parts
 
 
 def _evaluations(step: int, metrics: Mapping[str, float]) -> list[str]:
+    """A line for each set."""
     lines = []
-    for name, value in sorted(metrics.items()):
-        is_same_number = name.endswith("/pass_at_k") and value == metrics.get(
-            f"{name.removesuffix('/pass_at_k')}/avg_at_k"
-        )
-        if name.startswith("eval/") and not is_same_number:  # which it is with one sample a prompt
-            lines.append(f"eval at step {step}: {name.removeprefix('eval/')} {value:.3f}")
+    for name in sorted(metrics):
+        if not name.startswith("eval/") or not name.endswith("/avg_at_k"):
+            continue
+        prefix = name.removesuffix("/avg_at_k")
+        parts = [_estimate("avg@k", name, metrics)]
+        passed = f"{prefix}/pass_at_k"
+        if metrics.get(passed, metrics[name]) != metrics[name]:  # the same number with one sample a prompt
+            parts.append(_estimate("pass@k", passed, metrics))
+        if unscored := metrics.get(f"{prefix}/unscored_fraction"):
+            parts.append(f"{unscored:.1%} without a score")
+        lines.append(f"eval at step {step}: {prefix.removeprefix('eval/')} {' · '.join(parts)}")
     return lines
+
+
+def _estimate(label: str, name: str, metrics: Mapping[str, float]) -> str:
+    error = metrics.get(f"{name}_stderr", math.nan)
+    return f"{label} {metrics[name]:.3f}" + (f" ± {error:.3f}" if math.isfinite(error) else "")
 
 
 def _duration(seconds: float) -> str:

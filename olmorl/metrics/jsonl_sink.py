@@ -3,9 +3,11 @@
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from olmorl.metrics.rollout_log import RolloutRow
 
 
 class JsonlSink:
@@ -20,6 +22,9 @@ class JsonlSink:
         row = {"progress/step": step, **{name: _finite(value) for name, value in metrics.items()}}
         self._file.write(json.dumps(row, allow_nan=False) + "\n")
         self._file.flush()
+
+    def write_samples(self, version: int, samples: Mapping[str, Sequence[RolloutRow]]) -> None:
+        """They have a file of their own."""
 
     def close(self) -> None:
         self._file.close()

@@ -30,7 +30,10 @@ _GROUPS = {
     "time": "step wait_for_batch wait_for_straggler wait_for_policy train reward checkpoint eval",
     "sync": "seconds stall_seconds bytes failures",
     "waste": "trained zero_variance surplus stale truncated aborted eval error rolled_back lost",
-    "eval": "<set>/avg_at_k <set>/pass_at_k",
+    "eval": (
+        "<set>/avg_at_k <set>/avg_at_k_stderr <set>/pass_at_k <set>/pass_at_k_stderr <set>/unscored_fraction "
+        "<set>/truncated_fraction <set>/response_length_mean"
+    ),
     "faults": "worker_restarts prompts_reissued",
 }
 

@@ -48,10 +48,15 @@ ROLLOUT_SCHEMA = pa.schema(
         ("t_first_token", pa.float64()),
         ("t_finished", pa.float64()),
         ("t_trained", pa.float64()),
+        ("prompt", pa.string()),
+        ("ground_truth", pa.string()),
+        ("verdict_detail", pa.string()),
     ]
 )
 
-_REPEATING = ["prompt_id", "data_source", "finish_reason", "verdict", "fate", "worker"]  # worth a dictionary
+_REPEATING = [  # worth a dictionary
+    *("prompt_id", "data_source", "finish_reason", "verdict", "fate", "worker", "prompt", "ground_truth")
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +88,11 @@ class RolloutRow:
     t_first_token: float | None
     t_finished: float | None
     t_trained: float | None
+    prompt: str | None = None
+    """what the model read"""
+    ground_truth: str | None = None
+    """JSON"""
+    verdict_detail: str | None = None
 
 
 assert [f.name for f in fields(RolloutRow)] == ROLLOUT_SCHEMA.names, "RolloutRow and ROLLOUT_SCHEMA differ"

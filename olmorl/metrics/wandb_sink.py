@@ -7,13 +7,20 @@ Its own step must only grow and counts every log call; ours is the metric `progr
 import logging
 import os
 import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+from olmorl.metrics.rollout_log import RolloutRow
 
 if TYPE_CHECKING:
     from wandb import Run
 
 logger = logging.getLogger(__name__)
+
+TABLE_ROWS = 16  # of each set
+TABLE_COLUMNS = ("version", "prompt_id", "prompt", "text", "ground_truth", "reward", "verdict", "verdict_detail")
 
 WandbMode = Literal["auto", "online", "offline", "disabled"]
 
@@ -28,10 +35,25 @@ class WandbSink:
         assert self._run is not None, "written after close"
         self._run.log({**metrics, "progress/step": step})
 
+    def write_samples(self, version: int, samples: Mapping[str, Sequence[RolloutRow]]) -> None:
+        """A table for each set: the first sample of its first prompts, the same at every version."""
+        assert self._run is not None, "written after close"
+        import wandb
+
+        for name, rows in samples.items():
+            shown = [row for row in rows if row.sample == 0][:TABLE_ROWS]
+            table = wandb.Table(columns=list(TABLE_COLUMNS), data=[_table_row(row, version) for row in shown])
+            self._run.log({f"eval/{name}/samples": table, "progress/step": version})
+
     def close(self) -> None:
         run, self._run = self._run, None
         if run is not None:
             run.finish()
+
+
+def _table_row(row: RolloutRow, version: int) -> list[Any]:
+    values = {**{field.name: getattr(row, field.name) for field in fields(row)}, "version": version}
+    return [values[column] for column in TABLE_COLUMNS]
 
 
 def open_wandb(

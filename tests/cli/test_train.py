@@ -18,9 +18,7 @@ def test_summary() -> None:
         "steps              1,000",
         "eval_before        0.4812",
         "tokens_per_second  12,346",
-        "waste.trained      1,000,000",
-        "waste.stale        0",
         "resumed            False",
-        "eval_after         None",
+        "tokens.trained     1,000,000",
     ]
     assert format_summary({}) == ""

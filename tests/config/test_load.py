@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from olmorl.config.dump import dump_toml
 from olmorl.config.load import load_config
 from olmorl.config.names import ALIASES, FIELDS
-from olmorl.config.schema import Config, SourceSection
+from olmorl.config.schema import Config, EvalSource, SourceSection
 from olmorl.contract.errors import ConfigError
 
 BASE = '[model]\npath = "m"\n[data]\ntrain = "x.jsonl"\n'
@@ -154,7 +154,7 @@ def test_paths_from_here_then_from_the_config(write, tmp_path: Path, monkeypatch
     config = load_config(path, ["eval.data=nowhere.jsonl"])
     assert config.data.train == (SourceSection(path=str(tmp_path / "x.jsonl")),)
     assert config.model.path == str(tmp_path / "m")
-    assert config.eval.data == "nowhere.jsonl"
+    assert config.eval.data == (EvalSource(path="nowhere.jsonl"),)
     (here / "x.jsonl").touch()
     assert load_config(path).data.train == (SourceSection(path=str(here / "x.jsonl")),)
 
