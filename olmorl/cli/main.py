@@ -15,7 +15,7 @@ import typer
 from olmorl import __version__
 from olmorl.cli import bench
 from olmorl.cli.shadowed import refuse_shadowed_packages
-from olmorl.contract.errors import OlmoRLError
+from olmorl.contract.errors import ConfigError, OlmoRLError
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +71,69 @@ def train(
         command.print_plan(config, overrides or [])
     else:
         command.train(config, overrides or [], resume=resume)
+
+
+@app.command(name="eval")
+def evaluate(
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="[MODEL]", help="Hugging Face folder, hub id, or run directory (its newest export)."),
+    ] = None,
+    model_option: Annotated[
+        str | None, typer.Option("--model", metavar="MODEL", help="The same, as an option.")
+    ] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(help="Prompts with their answers; may be given several times. A run has its own eval.data."),
+    ] = None,
+    verifier: Annotated[
+        list[str] | None, typer.Option(help="Name or my_module:my_function, in place of what the rows say.")
+    ] = None,
+    samples: Annotated[int | None, typer.Option("-k", "--n", min=1, help="Samples of each prompt.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only so many prompts of each set.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="1 if not given; 0 is greedy.")] = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Of a response; 2048 if not given.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="A text that ends a response.")] = None,
+    seed: int | None = None,
+    max_prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Longer prompts are left out.")] = None,
+    system_prompt: str | None = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")] = None,
+    max_num_seqs: Annotated[int | None, typer.Option(help="Samples decoded at once.")] = None,
+    kv_cache_tokens: int | None = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads; all cores if not given.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
+    samples_file: Annotated[Path | None, typer.Option("--samples", help="Write every sample here, as parquet.")] = None,
+) -> None:
+    """avg@k and pass@k of a model, with standard errors."""
+    if (model is None) == (model_option is None):
+        raise ConfigError("name the model once: olmorl eval MODEL, or --model MODEL")
+    from olmorl.cli import evaluate as command
+
+    settings = {
+        "eval.data": data or None,
+        "reward.verifier": verifier or None,
+        "eval.samples_per_prompt": samples,
+        "eval.limit": limit,
+        "eval.temperature": temperature,
+        "eval.top_k": top_k,
+        "eval.top_p": top_p,
+        "eval.min_p": min_p,
+        "eval.max_response_tokens": max_tokens,
+        "sampling.stop": stop or None,
+        "eval.seed": seed,
+        "rollout.max_prompt_tokens": max_prompt_tokens,
+        "data.system_prompt": system_prompt,
+        "inference.device": device,
+        "model.dtype": dtype,
+        "inference.max_num_seqs": max_num_seqs,
+        "inference.kv_cache_tokens": kv_cache_tokens,
+        "inference.threads": threads,
+    }
+    command.evaluate(model or model_option or "", settings, json_file=json_file, samples_file=samples_file)
 
 
 @app.command()

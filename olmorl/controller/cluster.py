@@ -88,7 +88,7 @@ class Remote:
         return await self._get(self._actor.call.remote(method, args), method, timeout)
 
     async def _get(self, ref: Any, method: str, timeout: float) -> Any:
-        from ray.exceptions import RayActorError, RayTaskError
+        from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 
         try:
             async with asyncio.timeout(timeout):  # wait_for of Python 3.11 may swallow a cancellation
@@ -97,7 +97,7 @@ class Remote:
             raise WorkerLostError(f"{self.name} did not answer {method}() within {timeout:g} s") from None
         except RayTaskError as error:
             raise error.cause from None
-        except RayActorError as error:
+        except (RayActorError, OutOfMemoryError) as error:  # the second: Ray ended it, short of memory
             reason = str(error).strip().splitlines()[0]
             raise WorkerLostError(f"{self.name} died during {method}(): {reason}") from None
 

@@ -69,6 +69,12 @@ class RunDirectory:
     def newest_complete(self) -> Path | None:
         return max(self._complete(), key=_step_of, default=None)
 
+    def newest_export(self) -> tuple[int, Path] | None:
+        """(step, folder) of the newest model that stands there whole."""
+        whole = [f for f in (self.path / "export").glob("step_*") if list(f.glob("*.safetensors"))]
+        newest = max(whole, key=_step_of, default=None)
+        return None if newest is None else (_step_of(newest), newest)
+
     def finished(self, steps: int) -> dict[str, Any] | None:
         """The summary of a run that has done all its `steps`; None while something of it is left to do."""
         newest = self.newest_complete()

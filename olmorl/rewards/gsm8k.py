@@ -16,13 +16,22 @@ GROUPED = re.compile(r"\d{1,3}(?:,\d{2,3})*,\d{3}(?:\.\d+)?")
 
 
 def gsm8k(completion: str, ground_truth: object, prompt: str | None = None) -> Verdict:
-    label = last_number(str(ground_truth))
+    label = read_label(ground_truth)
     if label is None:
-        return unscorable(f"the ground truth {str(ground_truth)[:80]!r} holds no number")
+        return unscorable(f"the ground truth {ground_truth!r:.80} holds no number")
     answer = last_number(completion)
     if answer is None:
         return scored(0.0, "no number in the completion")
     return scored(float(answer == label), f"answer {str(answer)[:80]}, label {str(label)[:80]}")
+
+
+def read_label(ground_truth: object) -> Decimal | None:
+    """Of a text or a number, or of a list that holds one of them alone."""
+    if isinstance(ground_truth, list | tuple) and len(ground_truth) == 1:
+        ground_truth = ground_truth[0]
+    if not isinstance(ground_truth, str | int | float) or isinstance(ground_truth, bool):
+        return None
+    return last_number(str(ground_truth))
 
 
 def last_number(text: str) -> Decimal | None:

@@ -25,6 +25,7 @@ CAPABILITY_VERSION = 0x20080522
 NOBODY = 65534
 FIRST_UID, NUM_UIDS = 61184, 4096  # below 65536, which is all that a container may have mapped
 WORK = "/sandbox"
+CLOSED = "is closed to other users"
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 
@@ -135,7 +136,7 @@ def check_readable(path: str) -> None:
     """Raises OSError when another user cannot get at `path`."""
     for folder in [Path(path), *Path(path).parents]:
         if not folder.stat().st_mode & stat.S_IXOTH:
-            raise PermissionError(f"{path} holds the interpreter, but {folder} is closed to other users")
+            raise PermissionError(f"{path} holds the interpreter, but {folder} {CLOSED}")
 
 
 def sandbox_uid() -> int:

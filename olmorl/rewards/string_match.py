@@ -45,7 +45,7 @@ def search_match(completion: str, ground_truth: object, prompt: str | None = Non
 
 def labels(ground_truth: object) -> list[str]:
     values = ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth]
-    return [str(value) for value in values if value is not None]
+    return [str(value) for value in values if isinstance(value, str | int | float)]
 
 
 def read_list(ground_truth: object) -> object:

@@ -1,6 +1,7 @@
 """doctor finds what is wrong, says how to mend it, and stays green where all is well."""
 
 import json
+import os
 import resource
 import shutil
 import socket
@@ -13,11 +14,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from olmorl.cli import doctor, machine_checks, package_checks, run_checks
+from olmorl.cli import doctor, machine_checks, package_checks, run_checks, sandbox_checks
 from olmorl.cli.finding import Finding
 from olmorl.cli.shadowed import find_shadowed, find_strays, refuse_shadowed_packages
 from olmorl.config.schema import SourceSection
 from olmorl.contract.errors import ConfigError
+from olmorl.rewards import sandbox_walls
+from olmorl.rewards.sandbox import Wall
 
 
 def only(findings: list[Finding], status: str) -> list[str]:
@@ -114,6 +117,23 @@ def test_machine_limits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     warnings = "\n".join(only(findings, "warn"))
     assert "ulimit -n 4096" in warnings and "99% full" in warnings and "/etc/hosts" in warnings
     assert len(only(findings, "fail")) == 1 and "0.0 GB free" in only(findings, "fail")[0]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root runs programs as another user")
+def test_an_interpreter_that_others_cannot_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without namespaces programs run as another user, and Python may lie in a home that is closed to it."""
+    home = tmp_path / "home"
+    (home / "python").mkdir(parents=True)
+    home.chmod(0o700)
+    with pytest.raises(PermissionError) as closed:
+        sandbox_walls.check_readable(str(home / "python"))
+    monkeypatch.setattr(
+        "olmorl.cli.sandbox_checks.sandbox_report",
+        lambda **_: [Wall("model-written code can be run", False, str(closed.value))],
+    )
+    [finding] = sandbox_checks.check_sandbox()
+    assert f"{home} is closed to other users" in finding.what
+    assert finding.fix.startswith("without namespaces") and "chmod o+x" in finding.fix
 
 
 def test_models(model: Path, tmp_path: Path) -> None:

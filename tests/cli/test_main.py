@@ -32,10 +32,13 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"olmorl {olmorl.__version__}\n"
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["doctor", "--help"]])
-def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("arguments", [["--help"], *([c, "--help"] for c in ("train", "eval", "doctor", "bench"))])
+def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each command has its line, and a terminal of 80 columns has room for it."""
+    monkeypatch.setenv("COLUMNS", "80")
     assert run(arguments) == 0
-    assert "Usage: olmorl" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "Usage: olmorl" in out and "..." not in out.partition("Commands:")[2]
 
 
 @pytest.mark.parametrize(
@@ -48,6 +51,11 @@ def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         (["train", "{config}", "run.stepz=3"], "run.steps"),
         (["train", "{config}", "run.steps=many"], "run.steps"),
         (["train", "{config}", "run.steps"], "section.key=value"),
+        (["eval"], "name the model once"),
+        (["eval", "m", "--model", "m"], "name the model once"),
+        (["eval", "m"], "give --data"),
+        (["eval", "./no/such/model", "--data", "d.jsonl"], "no/such/model: no such model folder"),
+        (["eval", "m", "--data", "d.jsonl", "--temperature", "-1"], "eval.temperature is -1.0"),
     ],
 )
 def test_bad_usage(arguments: list[str], says: str, config: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,6 +96,7 @@ def test_dry_run_prints_a_config_that_can_be_run(
     again.write_text(printed)
     assert load_config(again, []) == load_config(config, overrides)
     assert load_config(again, []).optim.lr == 2e-4
+    assert "# window = none" in printed and 'train = [{path = "some-data.jsonl", split = "train"' in printed
     assert sorted(path.name for path in tmp_path.iterdir()) == ["again.toml", "run.toml"], "it started something"
 
 

@@ -70,7 +70,7 @@ def test_one_failure_leaves_the_sample_without_a_reward() -> None:
 def test_a_verdict_that_is_no_score_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     score(RewardSection(), prompt(Check("regex", "(")), sample(0, "a"), sample(1, "b"))
     (message,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert message.startswith("regex: verdict 'unscorable' (") and message.endswith("such samples are not trained")
+    assert message.startswith("0_0: regex: verdict 'unscorable' (") and message.endswith("such samples are not trained")
 
 
 def test_what_does_not_fit_is_said_at_the_start() -> None:

@@ -13,7 +13,7 @@ from olmorl.metrics.rollout_log import RolloutRow, read_rollouts, write_rollouts
 COLUMNS = """
     rollout_id, prompt_id, sample, step, attempt, data_source, prompt_token_ids, token_ids, loss_mask, logprobs,
     raw_logprobs, version_spans, kv_events, text, finish_reason, reward, verdict, advantage, fate, seed, worker,
-    t_admitted, t_first_token, t_finished, t_trained
+    t_admitted, t_first_token, t_finished, t_trained, prompt, ground_truth, verdict_detail
 """.replace(",", " ").split()
 
 

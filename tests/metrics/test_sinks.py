@@ -4,10 +4,13 @@ import io
 import json
 import logging
 import math
+import struct
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -70,15 +73,32 @@ def test_console_without_terminal_prints_few_lines() -> None:
     sink.close()
     lines = out.getvalue().splitlines()
     assert len(lines) == 41
-    assert lines[0].startswith("step 1/1000 · reward 0.500 · 1,234 tok/s · lag 1.2 · wait 25% · 2.00 s/step · ")
+    assert lines[0] == "step 1/1000 · reward 0.500 · 1,234 tok/s · lag 1.2 · wait 25% · 2.00 s/step"
     assert lines[-1].startswith("step 1000/1000") and lines[-1].endswith("0:00 left")
 
 
 def test_console_tells_of_evaluations() -> None:
     out = io.StringIO()
     sink = ConsoleSink(10, console=Console(file=out))
-    sink.write(0, {"eval/held_out/avg_at_k": 0.5})
-    assert out.getvalue() == "eval at step 0: held_out/avg_at_k 0.500\n"
+    one = {"eval/a/avg_at_k": 0.5, "eval/a/avg_at_k_stderr": 0.0254, "eval/a/pass_at_k": 0.5}
+    another = {"eval/b/avg_at_k": 0.5, "eval/b/avg_at_k_stderr": math.nan, "eval/b/pass_at_k": 0.75}
+    sink.write(0, {**one, **another, "eval/b/unscored_fraction": 0.125})
+    assert out.getvalue().splitlines() == [
+        "eval at step 0: a avg@k 0.500 ± 0.025",
+        "eval at step 0: b avg@k 0.500 · pass@k 0.750 · 12.5% without a score",
+    ]
+
+
+def test_the_time_left_does_not_count_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A minute passes before the first row, then each step takes two seconds."""
+    out = io.StringIO()
+    clock = iter([60.0, 62.0, 64.0])
+    monkeypatch.setattr("olmorl.metrics.console_sink.time.monotonic", lambda: next(clock))
+    sink = ConsoleSink(10, console=Console(file=out))
+    sink.write(0, {})
+    sink.write(1, STEP)
+    sink.write(2, STEP)
+    assert [line.rpartition(" · ")[2] for line in out.getvalue().splitlines()] == ["0:18 left", "0:16 left"]
 
 
 def test_console_on_a_terminal_is_cheap_and_ends_clean() -> None:
@@ -133,6 +153,74 @@ def test_wandb_offline_keeps_its_id(tmp_path: Path) -> None:
     run_id = (tmp_path / "wandb" / "run_id").read_text().strip()
     runs = list((tmp_path / "wandb").glob(f"offline-run-*-{run_id}"))
     assert runs and all(list(run.glob("*.wandb")) for run in runs)
+
+
+_SAMPLES_SCRIPT = """
+import sys
+from pathlib import Path
+import numpy as np
+from olmorl.metrics.rollout_log import RolloutRow
+from olmorl.metrics.wandb_sink import open_wandb
+
+none = np.zeros(0)
+def row(prompt, sample):
+    return RolloutRow(
+        rollout_id="", prompt_id=f"a/{prompt}", sample=sample, step=3, attempt=1, data_source="a",
+        prompt_token_ids=none, token_ids=none, loss_mask=none, logprobs=none, raw_logprobs=none, version_spans=(), kv_events=(),
+        text=f"answer {prompt}.{sample}", finish_reason="stop", reward=None if prompt else 1.0,
+        verdict="timeout" if prompt else "scored", advantage=None, fate="eval", seed=1, worker="w", t_admitted=0.0,
+        t_first_token=0.0, t_finished=0.0, t_trained=None, prompt="1+1=", ground_truth="2", verdict_detail="why",
+    )
+sink = open_wandb(Path(sys.argv[1]), project="p", name="n", mode="auto", config={})
+sink.write(3, {"eval/a/avg_at_k": 0.75})
+sink.write_samples(3, {"a": [row(prompt, sample) for prompt in range(40) for sample in range(2)]})
+sink.close()
+"""
+
+
+def test_samples_of_evaluations_reach_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read back from the run that wandb keeps where there is no key."""
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    subprocess.run([sys.executable, "-c", _SAMPLES_SCRIPT, str(tmp_path)], check=True, timeout=120)
+    [run] = (tmp_path / "wandb").glob("offline-run-*")
+    [path] = (run / "files" / "media" / "table" / "eval" / "a").glob("samples_*.table.json")
+    table = json.loads(path.read_text())
+    rows = [dict(zip(table["columns"], values, strict=True)) for values in table["data"]]
+    assert rows[0] == {
+        "version": 3,
+        "prompt_id": "a/0",
+        "prompt": "1+1=",
+        "text": "answer 0.0",
+        "ground_truth": "2",
+        "reward": 1.0,
+        "verdict": "scored",
+        "verdict_detail": "why",
+    }
+    assert [row["text"] for row in rows] == [f"answer {prompt}.0" for prompt in range(16)]
+    history = list(read_history(next(run.glob("*.wandb"))))
+    assert history[0]["eval/a/avg_at_k"] == 0.75
+    assert history[1]["eval/a/samples/_type"] == "table-file" and history[1]["eval/a/samples/nrows"] == 16
+    assert [row["progress/step"] for row in history] == [3, 3]
+
+
+def read_history(path: Path) -> Iterator[dict[str, Any]]:
+    """What was logged, from wandb's own file: a header of 7 bytes, then records in blocks of 32 KiB (LevelDB's log)."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    content, at, record = path.read_bytes(), 7, b""
+    while at + 7 <= len(content):
+        if 32768 - at % 32768 < 7:  # the end of a block is padding
+            at += 32768 - at % 32768
+            continue
+        length, kind = struct.unpack_from("<HB", content, at + 4)
+        record += content[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or its last part
+            items = Record.FromString(record).history.item
+            record = b""
+            if items:
+                yield {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
 
 
 def test_wandb_that_cannot_start_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
