@@ -38,7 +38,7 @@ class Totals:
     eval_before: float | None = None
     eval_after: float | None = None
     """mean reward over the evaluation sets, of the first and of the last version evaluated"""
-    eval: dict[str, dict[str, float]] = field(default_factory=dict)
+    eval: dict[str, dict[str, float | None]] = field(default_factory=dict)
     """the last evaluation of each set"""
     waste: dict[str, int] = field(default_factory=dict)
 

@@ -1,6 +1,7 @@
 """What a step says of itself in metrics.jsonl and in the rollout file. Kept out of the loops; decides nothing."""
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -125,17 +126,17 @@ def add_evaluation(bag: MetricBag, evaluation: Evaluation) -> None:
     bag.add(f"{prefix}/response_length_mean", evaluation.lengths)
 
 
-def describe_evaluation(evaluation: Evaluation) -> dict[str, float]:
-    """For the summary."""
+def describe_evaluation(evaluation: Evaluation) -> dict[str, float | None]:
+    """For the summary; None where an estimate cannot be known."""
     average, passed = evaluation.avg_at_k, evaluation.pass_at(evaluation.k)
-    return {
-        "version": evaluation.version,
-        "k": evaluation.k,
+    estimates = {
         "avg_at_k": average.mean,
         "avg_at_k_stderr": average.standard_error,
         "pass_at_k": passed.mean,
         "pass_at_k_stderr": passed.standard_error,
     }
+    known = {name: value if math.isfinite(value) else None for name, value in estimates.items()}
+    return {"version": evaluation.version, "k": evaluation.k, **known}
 
 
 def add_times(bag: MetricBag, times: StepTimes) -> None:

@@ -102,8 +102,8 @@ def choose_verifiers(named: Iterable[str | None]) -> tuple[str, ...]:
     names = dict.fromkeys(named)
     if None in names:
         raise ConfigError(
-            "the data names no verifier for its rows; set reward.verifier (olmorl eval: --verifier), or `verifier` of the data "
-            "source, to one of "
+            "the data names no verifier for its rows; set reward.verifier (olmorl eval: --verifier), or `verifier` of "
+            "the data source, to one of "
             f"{', '.join([*BUILTIN, *JUDGES])}, or to one of your own as my_module:my_function"
         )
     return tuple(name for name in names if name is not None)

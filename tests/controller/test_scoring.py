@@ -5,12 +5,13 @@ import asyncio
 import numpy as np
 import pytest
 
-from olmorl.config.schema import RewardSection
+from olmorl.config.schema import RewardSection, SourceSection
 from olmorl.contract.errors import ConfigError
 from olmorl.contract.generation import FinishReason, RolloutSample
 from olmorl.controller.group import ScoredSample
 from olmorl.controller.scoring import Scorer, verifier_settings, verifiers_to_load
 from olmorl.data.prompt import Check, Prompt
+from olmorl.data.source import read_source
 
 
 def prompt(*checks: Check) -> Prompt:
@@ -50,6 +51,21 @@ def score(section: RewardSection, asked: Prompt, *samples: RolloutSample) -> lis
             await scorer.close()
 
     return asyncio.run(main())
+
+
+@pytest.mark.parametrize("task", ["chain_sum", "ransom_note", "gcd", "word_sorting"])
+def test_rows_of_a_procedural_task_are_judged_by_its_own_scorer(task: str) -> None:
+    """From the source as a config names it to the verdict of the verifier's process: what the task itself says."""
+    gym = pytest.importorskip("reasoning_gym")
+    [(_, row)] = read_source(SourceSection(path=f"reasoning_gym:{task}", limit=1, options={"seed": 3}))
+    made = gym.create_dataset(task, size=1, seed=3)
+    answer = made[0]["answer"]
+    answers = [answer, f"I think {answer}", "", "no"]
+    samples = [sample(i, f"<answer>{text}</answer>") for i, text in enumerate(answers)]
+    scored = score(RewardSection(), prompt(*row.checks), *samples)
+    assert [s.verdict for s in scored] == ["scored"] * len(answers)
+    assert [s.reward for s in scored] == [made.score_answer(text, made[0]) for text in answers]
+    assert scored[0].reward == 1.0 and scored[3].reward == min(s.reward or 0.0 for s in scored)
 
 
 def test_several_verifiers_are_added_by_weight() -> None:

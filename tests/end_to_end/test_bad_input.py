@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+GOOD = '{"prompt": "1+1=", "answer": "2"}\n'
 SECONDS = 30.0  # no Ray, no worker: a few seconds on a machine at rest
 
 Prepare = Callable[[Path, Path], list[str]]  # folder to write in, the quickstart's model -> overrides
@@ -20,9 +21,9 @@ def model_of_another_family(folder: Path, model: Path) -> list[str]:
     return ["model.path=gpt2"]
 
 
-def data(text: str) -> Prepare:
+def data(text: str | bytes) -> Prepare:
     def write(folder: Path, model: Path) -> list[str]:
-        (folder / "mine.jsonl").write_text(text)
+        (folder / "mine.jsonl").write_bytes(text if isinstance(text, bytes) else text.encode())
         return ["data.train=mine.jsonl"]
 
     return write
@@ -31,6 +32,22 @@ def data(text: str) -> Prepare:
 def broken_verifier(folder: Path, model: Path) -> list[str]:
     (folder / "my_verifier.py").write_text("def judge(completion, truth, prompt): return 1.0\n")
     return ["reward.verifier=my_verifier:jugde"]
+
+
+def verifier_that_cannot_be_imported(folder: Path, model: Path) -> list[str]:
+    (folder / "my_verifier.py").write_text("import json\nlimit = json.loads('3')['limit']\n")
+    return ["reward.verifier=my_verifier:judge"]
+
+
+def hub_model_of_another_family(folder: Path, model: Path) -> list[str]:
+    """As a download leaves it in the cache."""
+    snapshot = folder / "hub" / "models--nobody--gpt2" / "snapshots" / "0a1b"
+    shutil.copytree(model, snapshot)
+    (snapshot / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    refs = snapshot.parents[1] / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("0a1b")
+    return ["model.path=nobody/gpt2"]
 
 
 def overrides(*texts: str) -> Prepare:
@@ -42,6 +59,14 @@ CASES: dict[str, tuple[Prepare, str]] = {
     "missing model": (overrides("model.path=./no/such/model"), "no/such/model: no such model folder"),
     "hub model out of reach": (overrides("model.path=nobody/nothing"), "not to be had from the hub"),
     "unsupported family": (model_of_another_family, "'gpt2'; supported are llama, olmo2, olmo3, qwen2, qwen3"),
+    "unsupported family on the hub": (hub_model_of_another_family, "'gpt2'; supported are llama, olmo2"),
+    "broken JSON": (data(GOOD + '{"prompt": "1+1=",\n'), "mine.jsonl:2: broken JSON at column"),
+    "not UTF-8": (data(GOOD.encode() + b'{"prompt": "\xff", "answer": "2"}\n'), "mine.jsonl:2: not UTF-8 (byte 13"),
+    "ground truth of the wrong type": (
+        data(GOOD + '{"prompt": "1+1=", "answer": {"value": 2}}\n'),
+        "mine.jsonl:2: verifier 'gsm8k': the ground truth {'value': 2} holds no number",
+    ),
+    "missing data of an evaluation": (overrides("eval.data=nowhere.jsonl"), "nowhere.jsonl: no such data file"),
     "missing data": (overrides("data.train=nowhere.jsonl"), "nowhere.jsonl: no such data file"),
     "empty data": (data(""), "mine.jsonl: the file holds no rows"),
     "missing columns": (data('{"text": "1+1="}\n'), "mine.jsonl:1"),
@@ -49,12 +74,17 @@ CASES: dict[str, tuple[Prepare, str]] = {
     "impossible placement": (overrides("inference.device=cuda", "inference.workers=2"), "2 missing"),
     "unknown verifier": (overrides("reward.verifier=gsm9k"), "did you mean 'gsm8k'"),
     "broken verifier": (broken_verifier, "did you mean 'judge'"),
+    "verifier that cannot be imported": (
+        verifier_that_cannot_be_imported,
+        "'my_verifier:judge' cannot be loaded: TypeError: 'int' object is not subscriptable",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_one_message_exit_code_2_and_nothing_started(case: str, command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("HF_HUB_CACHE", str(command.folder / "hub"))
     prepare, says = CASES[case]
     settings = prepare(command.folder, command.config.parent / "quickstart" / "model")
     started = time.monotonic()

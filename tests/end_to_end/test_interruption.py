@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 
+from olmorl.metrics.rollout_log import read_rollouts
+
 pytestmark = pytest.mark.timeout(600)  # several runs in one test, on whatever machine
 
 STEPS = 8
+EXPECTED = ("step ", "eval at step ", "run directory: ", "400 steps of ", "starting ", "evaluating on ")
 
 
 def has_row(command: Any, step: int) -> Callable[[], bool]:
@@ -25,7 +28,7 @@ def checkpoints(command: Any) -> dict[str, bool]:
 
 
 def test_kill_and_resume(command: Any, checks: Any) -> None:
-    settings = [f"run.steps={STEPS}", "checkpoint.every=3"]
+    settings = [f"run.steps={STEPS}", "checkpoint.every=3", "eval.every=3"]
     process = command.start(*settings)
     command.wait_for(lambda: has_row(command, 4)() and checkpoints(command).get("step_000003", False), process)
     assert len(command.processes()) > 5, "the search for processes finds too few"
@@ -44,6 +47,9 @@ def test_kill_and_resume(command: Any, checks: Any) -> None:
     assert {row.attempt for row in rows if row.step > 3} == {2}
     assert (command.directory / "attempt_1" / "rollouts" / "step_000004.parquet").exists()
     assert command.summary()["trained_tokens"] == sum(len(r.token_ids) for r in rows if r.fate == "trained")
+    evaluated = {file.name: {row.attempt for row in read_rollouts(file)} for file in command.directory.glob("evals/*")}
+    assert evaluated == {f"step_{step:06d}.parquet": {1 if step <= 3 else 2} for step in (0, 3, 6, STEPS)}
+    assert [row["progress/step"] for row in command.metrics() if "eval/heldout/avg_at_k" in row] == [0, 3, 6, STEPS]
     redone = {(row.prompt_id, row.sample): row for row in rows if row.step > 3}
     seeds = {row.prompt_id: row.seed for row in read_attempt(command, 1)}
     again = [row for row in redone.values() if row.prompt_id in seeds]
@@ -66,8 +72,6 @@ def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(command: Any
 
 
 def read_attempt(command: Any, attempt: int) -> list[Any]:
-    from olmorl.metrics.rollout_log import read_rollouts
-
     files = sorted((command.directory / f"attempt_{attempt}" / "rollouts").glob("*.parquet"))
     return [row for file in files for row in read_rollouts(file)]
 
@@ -97,7 +101,7 @@ def test_ctrl_c_in_every_phase_and_resume(command: Any, checks: Any) -> None:
         stop(process)
         _, err = command.end(process, code=130)
         assert err.endswith("interrupted\n"), err
-        noise = [line for line in err.splitlines()[:-1] if not line.startswith(("step ", "eval at step "))]
+        noise = [line for line in err.splitlines()[:-1] if not line.startswith(EXPECTED)]
         assert [line for line in noise if line.strip()] == [], err
         command.assert_nothing_left()
     assert command.summary()["exit_reason"] == "interrupted"

@@ -1,6 +1,7 @@
 """One short run of the quickstart, looked at from all sides; then the variants that need a run of their own."""
 
 import json
+import re
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from olmorl import Run
 from olmorl.config.load import load_config
 from olmorl.metrics.names import is_declared
+from olmorl.metrics.rollout_log import read_rollouts
 from olmorl.rewards import score
 
 pytestmark = pytest.mark.timeout(600)  # several runs in one test, on whatever machine
@@ -27,6 +29,12 @@ def finished(tmp_path_factory: pytest.TempPathFactory, command_in: Callable[[Pat
     command = command_in(tmp_path_factory.mktemp("train"))
     out, err = command.run(f"run.steps={STEPS}", f"checkpoint.every={CHECKPOINT_EVERY}")
     assert "finished" in out and f"step {STEPS}/{STEPS}" in err
+    assert f"a Hugging Face folder: {command.directory}/export/step_{STEPS:06d}\n" in out
+    directory, steps, starting, evaluating, *_ = err.splitlines()
+    assert directory == f"run directory: {command.directory}"
+    assert steps == f"{STEPS} steps of 4 prompts x 4 samples, from 4,000 prompts"
+    assert starting.startswith("starting 1 inference x cpu, 1 learner x cpu") and starting.endswith("logs/attempt_1")
+    assert evaluating == "evaluating on heldout: 16 prompts, k = 1"
     assert "Traceback" not in err and "never retrieved" not in err and "pending" not in err, err
     command.assert_nothing_left()
     return command
@@ -99,11 +107,27 @@ def test_rollouts_tell_how_each_sample_came_about(finished: Any) -> None:
         assert row.worker == "inference-0" and row.attempt == 1
 
 
+def test_evaluations_are_kept_sample_by_sample(finished: Any) -> None:
+    """Each with the version that answered, and so that the figures can be made again."""
+    first, *_, last = finished.metrics()
+    for version, metrics in ((0, first), (STEPS, last)):
+        rows = read_rollouts(finished.directory / "evals" / f"step_{version:06d}.parquet")
+        assert [row.prompt_id for row in rows] == [f"heldout/0_{i}" for i in range(16)]
+        assert {span[0] for row in rows for span in row.version_spans} == {version}
+        assert np.mean([row.reward for row in rows]) == pytest.approx(metrics["eval/heldout/avg_at_k"])
+        error = np.std([row.reward for row in rows], ddof=1) / 4
+        assert metrics["eval/heldout/avg_at_k_stderr"] == pytest.approx(error)
+    assert finished.summary()["eval"]["heldout"]["version"] == STEPS
+    assert len(list((finished.directory / "evals").iterdir())) == 2
+
+
 def test_rewards_are_those_of_the_verifier(finished: Any) -> None:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(finished.directory / "export" / f"step_{STEPS:06d}")
     for row in finished.rollouts()[::7]:
         prompt = tokenizer.decode(row.prompt_token_ids, skip_special_tokens=True)
         truth = str(sum(map(int, prompt.rstrip("=").split("+"))))
+        assert row.prompt is not None and row.prompt.endswith(prompt) and json.loads(row.ground_truth) == truth
+        assert f"label {truth}" in row.verdict_detail or row.verdict_detail == "no number in the completion"
         assert tokenizer.decode(row.token_ids, skip_special_tokens=True) == row.text
         assert score("gsm8k", completion=row.text, ground_truth=truth).reward == row.reward
 
@@ -137,7 +161,7 @@ def load_checkpoint(folder: Path, model: torch.nn.Module) -> dict[str, torch.Ten
 def test_a_finished_run_is_resumed_from_its_summary(finished: Any) -> None:
     before = sorted(finished.directory.rglob("*"))
     out, err = finished.run(f"run.steps={STEPS}", f"checkpoint.every={CHECKPOINT_EVERY}", "--resume")
-    assert f"eval_after                 {finished.summary()['eval_after']:.4g}" in out
+    assert f"eval_after {finished.summary()['eval_after']:.4g}" in re.sub(" +", " ", out)
     assert "is finished already" in err
     assert sorted(finished.directory.rglob("*")) == before, "it began another attempt"
 

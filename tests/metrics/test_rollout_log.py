@@ -108,6 +108,15 @@ def test_the_columns_are_the_promised_ones(tmp_path: Path) -> None:
     assert pq.read_table(path).to_pylist()[0]["version_spans"][0] == {"version": 11, "start": 0, "end": 2}
 
 
+def test_a_file_of_before_a_column_was_added_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "rollouts" / "step_000012.parquet"
+    write_rollouts(path, [replace(row(0, 4), prompt="1+1=", ground_truth='"2"', verdict_detail="answer 2")])
+    table = pq.read_table(path)
+    assert table.column("ground_truth").to_pylist() == ['"2"']
+    pq.write_table(table.drop_columns(["prompt", "ground_truth", "verdict_detail"]), path)
+    assert_same(read_rollouts(path)[0], row(0, 4))
+
+
 def test_a_write_replaces_and_leaves_nothing_beside(tmp_path: Path) -> None:
     path = tmp_path / "rollouts" / "step_000001.parquet"
     write_rollouts(path, [row(0, 4), row(1, 4)])

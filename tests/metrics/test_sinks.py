@@ -166,8 +166,8 @@ none = np.zeros(0)
 def row(prompt, sample):
     return RolloutRow(
         rollout_id="", prompt_id=f"a/{prompt}", sample=sample, step=3, attempt=1, data_source="a",
-        prompt_token_ids=none, token_ids=none, loss_mask=none, logprobs=none, raw_logprobs=none, version_spans=(), kv_events=(),
-        text=f"answer {prompt}.{sample}", finish_reason="stop", reward=None if prompt else 1.0,
+        prompt_token_ids=none, token_ids=none, loss_mask=none, logprobs=none, raw_logprobs=none, version_spans=(),
+        kv_events=(), text=f"answer {prompt}.{sample}", finish_reason="stop", reward=None if prompt else 1.0,
         verdict="timeout" if prompt else "scored", advantage=None, fate="eval", seed=1, worker="w", t_admitted=0.0,
         t_first_token=0.0, t_finished=0.0, t_trained=None, prompt="1+1=", ground_truth="2", verdict_detail="why",
     )
