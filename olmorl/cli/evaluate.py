@@ -3,8 +3,10 @@
 import asyncio
 import json
 import math
+import signal
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,8 @@ from olmorl.controller.step_metrics import evaluation_rows
 from olmorl.metrics.pass_at_k import Estimate
 from olmorl.metrics.rollout_log import write_rollouts
 
+COLUMNS = (TextColumn("{task.description}"), BarColumn(bar_width=16), MofNCompleteColumn(), TimeRemainingColumn())
+
 
 def configure(model: str, settings: Mapping[str, object]) -> tuple[Config, int]:
     """(config of the evaluation, policy version of the model). `settings` are config keys; None leaves one as it is.
@@ -35,16 +39,11 @@ def configure(model: str, settings: Mapping[str, object]) -> tuple[Config, int]:
         data = settings.get("eval.data")
         if not data:
             raise ConfigError(f"nothing to evaluate {model} on; give --data, a file of prompts with their answers")
-        rest = [
-            f"model.path={json.dumps(model)}",
-            f"data.train={json.dumps(data)}",
-        ]  # the second is asked for, not read
-        return load_config(None, [*rest, *overrides]), 0
+        needed = [f"model.path={json.dumps(model)}", f"data.train={json.dumps(data)}"]  # which is never read
+        return load_config(None, [*needed, *overrides]), 0
     found = directory.newest_export()
     if found is None:
-        raise ConfigError(
-            f"{model} is a run directory that holds no export: its run has not ended, or with another end"
-        )
+        raise ConfigError(f"{model} holds no export; a run writes one when it ends, with checkpoint.export = true")
     version, folder = found
     config = load_config(directory.config_file, [f"model.path={json.dumps(str(folder))}", *overrides])
     if not config.eval.data:
@@ -56,21 +55,22 @@ def configure(model: str, settings: Mapping[str, object]) -> tuple[Config, int]:
 
 def evaluate(model: str, settings: Mapping[str, object], *, json_file: Path | None, samples_file: Path | None) -> None:
     config, version = configure(model, settings)
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=16), MofNCompleteColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    begun: list[float] = []
+    with Progress(*COLUMNS, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("loading", total=None)
-        begun: list[float] = []
 
         def start(total: int) -> None:
             begun.append(time.perf_counter())
             progress.update(task, total=total, description="samples")
 
-        evaluations = asyncio.run(
-            evaluate_model(
-                config, version=version, on_start=start, on_scored=lambda count: progress.advance(task, count)
-            )
-        )
+        async def main() -> list[Evaluation]:
+            # A polite kill is a Ctrl-C, which the event loop ends by cancelling.
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, signal.raise_signal, signal.SIGINT)
+            advance = partial(progress.advance, task)
+            return await evaluate_model(config, version=version, on_start=start, on_scored=advance)
+
+        evaluations = asyncio.run(main())
     seconds = time.perf_counter() - begun[0]
     if samples_file is not None:
         write_rollouts(samples_file, [row for one in evaluations for row in evaluation_rows(one, attempt=0)])

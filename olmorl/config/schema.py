@@ -287,7 +287,7 @@ class CheckpointSection(Section):
 
 
 class EvalSource(SourceSection):
-    """A set of prompts to evaluate on, under its name."""
+    """A set of prompts to evaluate on, under its name. Its `verifier`, if it has one, goes before reward.verifier."""
 
     samples_per_prompt: int | None = Field(None, ge=1)
     """None takes eval.samples_per_prompt"""

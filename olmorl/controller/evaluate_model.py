@@ -22,15 +22,15 @@ class LocalWorker(Remote):
     """A worker of this process behind the same calls."""
 
     def __init__(self, worker: Any) -> None:
-        self.name = worker.name
-        self.worker = worker
+        super().__init__(worker.name, actor=None)
+        self._worker = worker
 
     def kill(self) -> None:
-        self.worker.shutdown()
+        self._worker.shutdown()
 
     async def call(self, method: str, *args: Any, timeout: float) -> Any:
         async with asyncio.timeout(timeout):
-            return await asyncio.to_thread(getattr(self.worker, method), *args)
+            return await asyncio.to_thread(getattr(self._worker, method), *args)
 
 
 async def evaluate_model(
