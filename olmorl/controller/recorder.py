@@ -3,6 +3,7 @@
 A step's row is written when its update is live, from what was set apart when it was trained.
 """
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -110,7 +111,8 @@ class Recorder:
         for evaluation in evaluations:
             self._ledger.add("eval", evaluation.num_tokens)
             totals.eval[evaluation.set.name] = step_metrics.describe_evaluation(evaluation)
-        totals.eval_after = sum(evaluation.avg_at_k.mean for evaluation in evaluations) / len(evaluations)
+        means = [mean for evaluation in evaluations if math.isfinite(mean := evaluation.avg_at_k.mean)]
+        totals.eval_after = sum(means) / len(means) if means else None
         if totals.eval_before is None:
             totals.eval_before = totals.eval_after
 

@@ -30,16 +30,19 @@ async def check_truths(
     rows = [(example, i) for example in _by_turns(examples) for i in range(len(example.checks))]
     checked = 0
     bad: list[tuple[EncodedExample, str, str]] = []
+
+    async def check(example: EncodedExample, i: int) -> None:
+        nonlocal checked
+        job = _job(example, i, remap)
+        [verdict] = await pool.score([job])
+        checked += 1
+        if verdict.status == "unscorable":
+            bad.append((example, job.verifier, verdict.detail))
+
     try:
         async with asyncio.timeout(seconds):
             for start in range(0, len(rows), BATCH):
-                batch = rows[start : start + BATCH]
-                jobs = [_job(example, i, remap) for example, i in batch]
-                verdicts = await pool.score(jobs)
-                checked += len(batch)
-                for (example, _), job, verdict in zip(batch, jobs, verdicts, strict=True):
-                    if verdict.status == "unscorable":
-                        bad.append((example, job.verifier, verdict.detail))
+                await asyncio.gather(*(check(*row) for row in rows[start : start + BATCH]))
     except TimeoutError:
         log.warning(
             "checked %d of %d ground truths in %g s; the rest is judged as it comes", checked, len(rows), seconds

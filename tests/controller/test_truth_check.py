@@ -114,15 +114,15 @@ def test_a_slow_verifier_does_not_hold_up_the_start(
         "def judge(completion, truth, prompt):\n"
         "    assert completion, 'of no use'\n"
         "def slow(completion, truth, prompt):\n"
-        "    time.sleep(3600)\n"
+        "    time.sleep(0 if truth < 3 else 3600)\n"
     )
     monkeypatch.chdir(tmp_path)
     check(example("slow_verifier:judge", 1))
     started = time.monotonic()
     with caplog.at_level(logging.WARNING):
-        check(*(example("slow_verifier:slow", n, line=n) for n in range(100)), seconds=1.0)
+        check(*(example("slow_verifier:slow", n, line=n) for n in range(100)), seconds=2.0)
     assert time.monotonic() - started < 30
-    assert "checked 0 of 100 ground truths" in caplog.text
+    assert "checked 3 of 100 ground truths" in caplog.text
 
 
 def test_the_first_of_every_source_come_first() -> None:
