@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import re
 import time
 from pathlib import Path
 
@@ -120,9 +121,9 @@ def test_a_slow_verifier_does_not_hold_up_the_start(
     check(example("slow_verifier:judge", 1))
     started = time.monotonic()
     with caplog.at_level(logging.WARNING):
-        check(*(example("slow_verifier:slow", n, line=n) for n in range(100)), seconds=2.0)
+        check(*(example("slow_verifier:slow", n, line=n) for n in range(100)), seconds=1.0)
     assert time.monotonic() - started < 30
-    assert "checked 3 of 100 ground truths" in caplog.text
+    assert re.search("checked [0-3] of 100 ground truths", caplog.text)
 
 
 def test_the_first_of_every_source_come_first() -> None:
