@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import time
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -27,6 +28,8 @@ from olmorl.data.prompt_set import PromptSet, load_prompts
 from olmorl.data.stream import PromptStream
 from olmorl.data.tokenizer import PromptEncoder, load_tokenizer
 from olmorl.metrics.sinks import open_sinks
+from olmorl.metrics.time_ledger import TimeLedger
+from olmorl.metrics.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +84,7 @@ async def compose(
     scorer: Scorer,
 ) -> Session:
     """Start the workers and join them, from `checkpoint` if there is one."""
+    learner_time, started = TimeLedger(), time.time()
     stream = PromptStream(inputs.train, seed=config.run.seed, shuffle=config.data.shuffle)
     version, totals, prompts = 0, Totals(), PromptQueue(stream)
     if checkpoint is not None:
@@ -117,9 +121,10 @@ async def compose(
         directory=directory,
         attempt=attempt,
         fleet=fleet,
-        sinks=open_sinks(config, directory.path, first_step=version),
+        sinks=open_sinks(config, directory.path, first_step=version, counters=lambda: service.stats),
         totals=totals,
     )
+    has_timeline = config.logging.timeline_seconds > 0
     return Session(
         config=config,
         directory=directory,
@@ -131,6 +136,8 @@ async def compose(
         prompts=prompts,
         eval_prompts=inputs.eval,
         recorder=recorder,
+        timeline=Timeline(directory.timeline_file, peak=fleet.engine_peak, started=started) if has_timeline else None,
+        learner_time=learner_time,
         version=version,
     )
 

@@ -36,7 +36,7 @@ class TimeLedger:
     def totals(self) -> dict[str, float]:
         """Seconds under each name, what is going on now included; their sum is the time since construction."""
         self.enter(self._doing)
-        return dict(self._totals)
+        return {str(kind): seconds for kind, seconds in self._totals.items()}
 
 
 def engine_seconds(before: Mapping[str, float], after: Mapping[str, float], *, span: float) -> dict[str, float]:

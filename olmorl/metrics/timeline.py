@@ -6,7 +6,6 @@ epoch. The file is kept short: what is older than its last few MB is dropped.
 
 import json
 import os
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,15 +19,15 @@ _GAUGES = ("running", "waiting", "kv_usage", "version")
 
 
 class Timeline:
-    """`peak`: of one inference worker, for its utilisation."""
+    """`peak`: of one inference worker, for its utilisation; `started`: when the run was, seconds since the epoch."""
 
-    def __init__(self, path: Path, *, peak: Peak, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(self, path: Path, *, peak: Peak, started: float, max_bytes: int = MAX_BYTES) -> None:
         drop_torn_line(path)
         self._path = path
         self._file = path.open("a", encoding="utf-8")
         self._peak = peak
         self._max_bytes = max_bytes
-        self._started = time.time()
+        self._started = started
         self._engines: dict[str, tuple[float, dict[str, float]]] = {}
         self._learner: tuple[float, dict[str, float]] = (self._started, {})
 
