@@ -3,7 +3,7 @@
 
 const byId = id => document.getElementById(id);
 const EVERY_MS = 2000;
-let newest = null;
+let newest = null, read = "";
 
 function element(tag, { text, ...attributes } = {}, ...children) {
   const made = document.createElement(tag);
@@ -56,8 +56,11 @@ async function refresh() {
   try {
     const response = await fetch("/charts");
     if (!response.ok) throw new Error(await response.text());
-    newest = await response.json();
+    const text = await response.text();
     byId("trouble").textContent = "";
+    if (text === read) return;  // redrawing would take a label from under the mouse
+    read = text;
+    newest = JSON.parse(text);
   } catch (error) {
     byId("trouble").textContent = `the dashboard's server does not answer (${error.message})`;
     return;

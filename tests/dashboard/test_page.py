@@ -68,7 +68,9 @@ def test_hover_and_the_hiding_of_a_line_work(tmp_path: Path, make_run: Make, ope
     page = opened(make_run(tmp_path / "run", steps=40))
     plot = page.tab.locator("#plot-reward .nsewdrag").first
     plot.scroll_into_view_if_needed()
-    plot.hover()
+    box = plot.bounding_box()
+    page.tab.mouse.move(box["x"] + 10, box["y"] + box["height"] / 2)
+    page.tab.mouse.move(box["x"] + box["width"] / 2, box["y"] + 10, steps=5)
     page.tab.wait_for_selector("#plot-reward .hoverlayer .hovertext", state="attached")
     entry = page.tab.locator("#plot-reward .legendtoggle").first
     entry.click()
