@@ -1,6 +1,7 @@
 """Builds a session from its parts: the only place that knows all of them."""
 
 import asyncio
+import time
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -26,6 +27,8 @@ from olmorl.data.prompt_set import PromptSet, load_prompts
 from olmorl.data.stream import PromptStream
 from olmorl.data.tokenizer import PromptEncoder, find_model, load_tokenizer
 from olmorl.metrics.sinks import open_sinks
+from olmorl.metrics.time_ledger import TimeLedger
+from olmorl.metrics.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,7 @@ async def compose(
     scorer: Scorer,
 ) -> Session:
     """Start the workers and join them, from `checkpoint` if there is one."""
+    learner_time, started = TimeLedger(), time.time()
     stream = PromptStream(inputs.train, seed=config.run.seed, shuffle=config.data.shuffle)
     version, totals, prompts = 0, Totals(), PromptQueue(stream)
     if checkpoint is not None:
@@ -122,9 +126,10 @@ async def compose(
         directory=directory,
         attempt=attempt,
         fleet=fleet,
-        sinks=open_sinks(config, directory.path, first_step=version),
+        sinks=open_sinks(config, directory.path, first_step=version, counters=lambda: service.stats),
         totals=totals,
     )
+    has_timeline = config.logging.timeline_seconds > 0
     return Session(
         config=config,
         directory=directory,
@@ -136,6 +141,8 @@ async def compose(
         prompts=prompts,
         eval_sets=inputs.eval,
         recorder=recorder,
+        timeline=Timeline(directory.timeline_file, peak=fleet.engine_peak, started=started) if has_timeline else None,
+        learner_time=learner_time,
         version=version,
     )
 
