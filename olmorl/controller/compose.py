@@ -24,6 +24,7 @@ from olmorl.controller.supervisor import EngineSupervisor
 from olmorl.controller.sync import WeightSync
 from olmorl.data.prompt import Prompt
 from olmorl.data.prompt_set import PromptSet, load_prompts
+from olmorl.data.selection import PromptSelection
 from olmorl.data.stream import PromptStream
 from olmorl.data.tokenizer import PromptEncoder, load_tokenizer
 from olmorl.metrics.sinks import open_sinks
@@ -82,10 +83,16 @@ async def compose(
 ) -> Session:
     """Start the workers and join them, from `checkpoint` if there is one."""
     stream = PromptStream(inputs.train, seed=config.run.seed, shuffle=config.data.shuffle)
-    version, totals, prompts = 0, Totals(), PromptQueue(stream)
+    selection = PromptSelection(
+        stream,
+        num_rows=len(inputs.train),
+        retire_pass_rate=config.rollout.no_resampling_pass_rate,
+        rest_steps=config.rollout.rest_steps,
+    )
+    version, totals, prompts = 0, Totals(), PromptQueue(selection)
     if checkpoint is not None:
         state = DriverState.load(checkpoint, seed=config.run.seed)
-        version, totals, prompts = state.step, state.totals, state.prompts(stream)
+        version, totals, prompts = state.step, state.totals, state.prompts(selection)
     fleet = await start_fleet(config, cluster=cluster, placement=placement)
     numbers = count(len(fleet.engines))  # a replacement never takes a name that was there before
 
@@ -131,6 +138,7 @@ async def compose(
         prompts=prompts,
         eval_prompts=inputs.eval,
         recorder=recorder,
+        selection=selection,
         version=version,
     )
 

@@ -13,6 +13,7 @@ class Fate(StrEnum):
 
     TRAINED = "trained"
     ZERO_VARIANCE = "zero_variance"
+    SURPLUS = "surplus"
     TRUNCATED = "truncated"
     ABORTED = "aborted"
     ERROR = "error"
@@ -52,3 +53,13 @@ class Group:
     tokens_received: int = 0
     """also of samples not scored yet"""
     trained_version: int | None = None
+    has_signal: bool = False
+    """of a finished group"""
+    overtaken: bool = False
+    """a batch with younger groups left it behind, still under way"""
+
+    @property
+    def pass_rate(self) -> float | None:
+        """Share of the scored samples that have the full reward; None if none is scored."""
+        passed = [s.reward >= 1 for s in self.samples if s.reward is not None]
+        return sum(passed) / len(passed) if passed else None

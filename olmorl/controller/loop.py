@@ -12,21 +12,28 @@ time (`Run.train`, or a loop of the user's own), so that the loop is a library t
 
 import asyncio
 import hashlib
+import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 
 from olmorl.config.schema import Config
+from olmorl.contract.errors import StarvationError
 from olmorl.contract.generation import SamplingParams
-from olmorl.controller.admission import judge
+from olmorl.controller.admission import judge, keep_signal
 from olmorl.controller.buffer import RolloutBuffer
-from olmorl.controller.group import Group
+from olmorl.controller.group import Group, State
+from olmorl.controller.resume import PromptQueue
 from olmorl.controller.rollout import RolloutService
 from olmorl.controller.scoring import Scorer
 from olmorl.controller.signal import Changed
+from olmorl.controller.starvation import Starvation
 from olmorl.data.prompt import Prompt
+from olmorl.data.selection import PromptSelection
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,18 +51,25 @@ class RolloutLoops:
         *,
         config: Config,
         buffer: RolloutBuffer,
-        prompts: Iterator[Prompt],
+        prompts: PromptQueue,
         service: RolloutService,
         scorer: Scorer,
         version: int,
         on_dropped: Callable[[Group], None],
+        selection: PromptSelection | None = None,
     ) -> None:
+        """`selection` is told what became of each group, and so of its row."""
         self._config = config
         self._buffer = buffer
         self._prompts = prompts
         self._service = service
         self._scorer = scorer
         self._on_dropped = on_dropped
+        self._selection = selection
+        self._starvation = Starvation(
+            groups_per_batch=config.rollout.prompts_per_step, patience=config.rollout.starvation_patience
+        )
+        self._starved: StarvationError | None = None
         self._changed = Changed()
         self._batches: asyncio.Queue[Batch] = asyncio.Queue(maxsize=1)
         self._next_batch_version = version
@@ -69,10 +83,14 @@ class RolloutLoops:
             tasks.create_task(self.batch())
 
     async def feed(self) -> None:
-        """Consumes the prompt stream, produces waiting groups; waits for a free slot; unblocked by a dropped group
-        or by weights that went live."""
+        """Consumes the prompt stream, produces waiting groups; waits for a free slot, and longer and longer while
+        nothing comes of it; unblocked by a dropped group or by weights that went live."""
         while True:
-            await self._changed.until(self._buffer.has_free_slot)
+            await self._changed.until(lambda: self._buffer.has_free_slot() and self._has_prompts)
+            if pause := self._starvation.next_pause():
+                told = self._starvation.describe()
+                log.warning("no batch can be filled: %s; the next prompt waits %.3g s", told, pause)
+                await asyncio.sleep(pause)
             prompt = next(self._prompts)
             seed = request_seed(self._config.run.seed, prompt)
             self._buffer.admit(prompt, version=self._live_version, seed=seed, now=time.time())
@@ -94,31 +112,125 @@ class RolloutLoops:
         group.samples.sort(key=lambda s: s.sample.sample_index)
         self._buffer.finish(group)
         loss = self._config.loss
-        has_signal = judge(
-            group, scale=self._config.reward.scale, kind=loss.advantage, mask_truncated=loss.mask_truncated
+        group.has_signal = judge(
+            group,
+            scale=self._config.reward.scale,
+            kind=loss.advantage,
+            mask_truncated=loss.mask_truncated,
+            unscored=self._config.reward.unscored,
         )
-        if not has_signal and self._config.rollout.active_sampling:
-            self._buffer.drop(group)
-            self._on_dropped(group)
+        rollout = self._config.rollout
+        if rollout.oversampling or not self._buffer.has_enough_finished():
+            self._starvation.offered(group)
+        if not group.has_signal and rollout.active_sampling:
+            self._drop(group)
         self._changed.notify()
+
+    def _drop(self, group: Group) -> None:
+        self._buffer.drop(group)
+        self._record(group)
+        self._on_dropped(group)
 
     async def batch(self) -> None:
         """Consumes finished groups, produces batches; waits for enough of them, for a straggler, and for the queue
-        (one place); unblocked by roll_out and by the taking of a batch."""
+        (one place); unblocked by roll_out and by the taking of a batch. Ends when the run is starved."""
         while True:
             version = self._next_batch_version
-            await self._changed.until(self._buffer.has_enough_finished)
+            await self._changed.until(lambda: self._buffer.has_enough_finished() or self._has_dried_up)
             blocked_since = time.perf_counter()
-            groups = await self._changed.until(partial(self._buffer.take_batch, version))
+            found: list[Group] | StarvationError = await self._changed.until(partial(self._look, version))
+            if isinstance(found, StarvationError):
+                self._starved = found
+                self._changed.notify()
+                return
             waited = time.perf_counter() - blocked_since
             self._next_batch_version += 1
-            await self._batches.put(Batch(version=version, groups=groups, seconds_waited_for_straggler=waited))
+            await self._batches.put(Batch(version=version, groups=found, seconds_waited_for_straggler=waited))
+            self._changed.notify()
+
+    def _look(self, version: int) -> list[Group] | StarvationError | None:
+        """A batch, or why there will be none."""
+        while (groups := self._buffer.take_batch(version)) is not None:
+            if kept := self._choose(groups):
+                return kept
+        reason = self._why_starved()
+        if reason is None:
+            return None
+        if self._config.rollout.on_starvation == "train_partial" and self._buffer.count(State.FINISHED):
+            partial_batch = self._buffer.take_batch(version, partial=True)
+            if partial_batch is None:
+                return None
+            if kept := self._choose(partial_batch):
+                log.warning("training a batch of %d groups: %s", len(kept), reason)
+                return kept
+        return StarvationError(reason)
+
+    def _choose(self, groups: list[Group]) -> list[Group]:
+        """Those of a taken batch that are trained."""
+        rollout = self._config.rollout
+        kept = groups
+        if rollout.oversampling:
+            kept, others = keep_signal(groups, at_most=rollout.prompts_per_step)
+            for group in others:
+                self._drop(group)
+        if kept:
+            self._starvation.filled()
+        self._changed.notify()
+        return kept
+
+    @property
+    def _has_prompts(self) -> bool:
+        return self._prompts.has_next and not self._starvation.exhausted
+
+    @property
+    def _has_dried_up(self) -> bool:
+        """Nothing is under way, and nothing will be; or nothing can be judged."""
+        under_way = self._buffer.has_waiting() or self._buffer.count(State.RUNNING)
+        return not (self._has_prompts or under_way) or self._outage is not None
+
+    @property
+    def _outage(self) -> str | None:
+        limit = self._config.reward.outage_seconds
+        seconds, trouble = self._scorer.outage()
+        if limit is None or seconds < limit:
+            return None
+        return f"no verdicts for {seconds:.0f} s, reward.outage_seconds is {limit:g}: {trouble}"
+
+    def _why_starved(self) -> str | None:
+        if not self._has_dried_up:
+            return None
+        if self._outage is not None:
+            return self._outage
+        told, wanted = self._starvation.describe(), self._config.rollout.prompts_per_step
+        if not self._prompts.has_next:
+            rate = self._config.rollout.no_resampling_pass_rate
+            return f"every prompt has passed at a rate of {rate:g} or above and is retired ({told})"
+        return (
+            f"no batch of {wanted} groups with signal can be filled: {told}. Train on other prompts, or raise "
+            "rollout.starvation_patience or rollout.samples_per_prompt"
+        )
 
     async def next_batch(self) -> Batch:
-        return await self._batches.get()
+        """Raises StarvationError when there will be no other."""
+        return await self._changed.until(self._fetch)
+
+    def _fetch(self) -> Batch | None:
+        if not self._batches.empty():
+            return self._batches.get_nowait()
+        if self._starved is not None:
+            raise self._starved
+        return None
 
     def trained(self, batch: Batch) -> None:
         self._buffer.trained(batch.groups, made_version=batch.version + 1)
+        if self._selection is not None:
+            self._selection.advance(batch.version + 1)
+        for group in batch.groups:
+            self._record(group)
+
+    def _record(self, group: Group) -> None:
+        if self._selection is not None:
+            self._selection.record(group.prompt, pass_rate=group.pass_rate, has_signal=group.has_signal)
 
     def published(self, version: int) -> None:
         """Weights of `version` serve on every engine."""

@@ -123,6 +123,7 @@ class Recorder:
         step_metrics.add_engines(bag, self._stats_before, stats, peak=self._fleet.engine_peak, seconds=seconds)
         if step.groups:
             step_metrics.add_rollouts(bag, step.groups, version=step.number - 1)
+            step_metrics.add_selection(bag, step.groups)
             step_metrics.add_training(
                 bag, step.reports, peak_flops=self._fleet.learner_peak_flops, seconds=step.times.step
             )

@@ -19,6 +19,12 @@ from olmorl.rewards.verifier import canonical_name, choose_verifiers
 
 log = logging.getLogger(__name__)
 
+MEANINGS = {
+    "drop_sample": "such samples are not trained",
+    "drop_group": "groups with such a sample are not trained",
+    "zero": "such samples count as 0",
+}
+
 
 def verifiers_to_load(section: RewardSection, named: Iterable[str | None]) -> tuple[str, ...]:
     """Those that the rows name, after reward.remap. Raises ConfigError: a row names none, or one that does not exist,
@@ -46,6 +52,7 @@ class Scorer:
         self._remap = section.remap
         self._weights = {canonical_name(name): weight for name, weight in section.weights.items()}
         self._seconds = 0.0
+        self._unscored = section.unscored
         self._told: set[str] = set()
 
     @classmethod
@@ -81,7 +88,8 @@ class Scorer:
         if verdict.status != "scored" and verdict.status not in self._told:
             self._told.add(verdict.status)
             names = ", ".join(check.verifier or "" for check in prompt.checks)
-            log.warning("%s: verdict %r (%s); such samples are not trained", names, verdict.status, verdict.detail)
+            meaning = MEANINGS[self._unscored[verdict.status]]
+            log.warning("%s: verdict %r (%s); %s", names, verdict.status, verdict.detail, meaning)
 
     async def _judge(self, prompt: Prompt, sample: RolloutSample) -> Verdict:
         names = []
@@ -100,6 +108,10 @@ class Scorer:
         ]
         weights = [self._weights.get(canonical_name(name), 1.0) for name in names]
         return combine(await self._pool.score(jobs), weights, names=names)
+
+    def outage(self) -> tuple[float, str]:
+        """For how many seconds a judge or code server has been down, and what it said last; 0 if none is."""
+        return self._pool.outage()
 
     def drain_seconds(self) -> float:
         """Seconds that samples waited for verdicts since the last call, added up over concurrent calls."""

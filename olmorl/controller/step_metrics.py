@@ -43,6 +43,8 @@ def add_rollouts(bag: MetricBag, groups: Sequence[Group], *, version: int) -> No
                     bag.add(f"reward/{source}/mean", s.reward)
             length = len(s.sample.token_ids)
             bag.add("reward/unscored_fraction", float(s.reward is None))
+            for verdict in ("timeout", "error", "unscorable"):
+                bag.add(f"verdict/{verdict}", float(s.verdict == verdict), reduce="sum")
             bag.add("rollout/response_length_mean", length)
             bag.add("rollout/response_length_max", length, reduce="max")
             bag.add("rollout/response_length_p95", length, reduce="p95")
@@ -51,6 +53,32 @@ def add_rollouts(bag: MetricBag, groups: Sequence[Group], *, version: int) -> No
                 bag.add("off_policy/token_age_mean", version - token_versions(s))
         no_signal = not any(s.fate in (Fate.TRAINED, Fate.TRUNCATED) for s in group.samples)
         bag.add("reward/zero_variance_fraction", float(no_signal))
+
+
+def add_selection(bag: MetricBag, groups: Sequence[Group]) -> None:
+    """What was kept of what was offered, by length and pass rate; and whether groups that end early go first.
+
+    Offered are all groups that met their fate in this step, kept those that are trained. Of the kept, some had been
+    overtaken by a batch of younger groups: if these are longer than the others, short ones are trained first.
+    """
+    kept = [group for group in groups if any(s.fate is Fate.TRAINED for s in group.samples)]
+    for name, some in (("offered", groups), ("kept", kept)):
+        bag.add(f"active_sampling/{name}_groups", len(some), reduce="sum")
+        bag.add(f"active_sampling/{name}_length_mean", _lengths(some))
+        rates = [rate for group in some if (rate := group.pass_rate) is not None]
+        for bin, (low, high) in PASS_RATE_BINS.items():
+            bag.add(f"active_sampling/{name}_pass_rate/{bin}", [float(low <= rate <= high) for rate in rates])
+    bag.add("active_sampling/overtaken_fraction", [float(group.overtaken) for group in kept])
+    bag.add("active_sampling/overtaken_length_mean", _lengths([group for group in kept if group.overtaken]))
+    bag.add("active_sampling/on_time_length_mean", _lengths([group for group in kept if not group.overtaken]))
+
+
+_INSIDE = 1e-9
+PASS_RATE_BINS = {"none": (0.0, 0.0), "low": (_INSIDE, 0.5), "high": (0.5 + _INSIDE, 1 - _INSIDE), "all": (1.0, 1.0)}
+
+
+def _lengths(groups: Iterable[Group]) -> list[int]:
+    return [len(s.sample.token_ids) for group in groups for s in group.samples]
 
 
 def add_progress(bag: MetricBag, groups: Sequence[Group], *, seconds: float) -> None:
