@@ -75,6 +75,8 @@ class SourceSection(Section):
     """prompts of this source in each epoch; all its prompts take their turn over the epochs"""
     verifier: tuple[str, ...] | None = Field(None, strict=False)
     """takes the place of what the rows say; a name, my_module:my_function, or a list of them"""
+    environment: str | None = None
+    """what the model talks to before it is judged: a name or my_module:MyClass; takes the place of what rows say"""
     prompt_column: str | None = None
     answer_column: str | None = None
     options: dict[str, Any] = {}
@@ -189,6 +191,8 @@ class RolloutSection(Section):
     """no trained group is older than this many policy versions; None is 2 * async_steps"""
     active_sampling: bool = True
     """refill the batch until it holds prompts_per_step groups that carry signal"""
+    environment: str | None = None
+    """a name or my_module:MyClass for all prompts; None takes what sources and rows say"""
     oversampling: int | None = Field(None, ge=1)
     """in place of active sampling: draw this multiple of prompts_per_step for each step, train at most
     prompts_per_step of those with signal and drop the rest, as DAPO does; batches vary in size"""

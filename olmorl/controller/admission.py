@@ -72,13 +72,13 @@ def _train_sample(group: Group, scored: ScoredSample) -> TrainSample:
         token_ids=sample.token_ids,
         logprobs=sample.logprobs,
         token_versions=token_versions(scored),
-        loss_mask=np.ones(len(sample.token_ids), np.bool_),
+        loss_mask=scored.loss_mask,
         advantage=scored.advantage,
     )
 
 
 def token_versions(scored: ScoredSample) -> np.ndarray:
-    """[T] int32: the policy version that drew each token."""
+    """[T] int32: the policy version that drew each token, OBSERVED where none did."""
     versions = np.empty(len(scored.sample.token_ids), np.int32)
     for version, start, end in scored.sample.version_spans:
         versions[start:end] = version

@@ -7,6 +7,8 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 
+from transformers import PreTrainedTokenizerFast
+
 from inference.model.architecture import read_architecture
 from olmorl.config.schema import Config
 from olmorl.contract.training import ScoreRequest
@@ -27,6 +29,7 @@ from olmorl.data.prompt_set import PromptSet, load_prompts
 from olmorl.data.selection import PromptSelection
 from olmorl.data.stream import PromptStream
 from olmorl.data.tokenizer import PromptEncoder, load_tokenizer
+from olmorl.environments.registry import environment_path
 from olmorl.metrics.sinks import open_sinks
 
 
@@ -37,6 +40,8 @@ class Inputs:
     train: PromptSet
     eval: list[Prompt]
     verifiers: tuple[str, ...]
+    environments: tuple[str, ...]
+    tokenizer: PreTrainedTokenizerFast
     canary: ScoreRequest | None
 
 
@@ -54,6 +59,7 @@ def load_inputs(config: Config) -> Inputs:
         encoder=encoder,
         max_prompt_tokens=rollout.max_prompt_tokens,
         verifiers=config.reward.verifier,
+        environment=rollout.environment,
     )
     train = load(data.train)
     evaluation: list[Prompt] = []
@@ -67,7 +73,12 @@ def load_inputs(config: Config) -> Inputs:
         length=config.sync.canary_tokens,
     )
     rows = [*train.verifiers, *(check.verifier for prompt in evaluation for check in prompt.checks)]
-    return Inputs(train, evaluation, verifiers_to_load(config.reward, rows), canary)
+    named = [*train.environments, *(prompt.environment for prompt in evaluation)]
+    environments = tuple(dict.fromkeys(name for name in named if name))
+    for name in environments:
+        environment_path(name)  # refuses an unknown name
+    verifiers = verifiers_to_load(config.reward, rows)
+    return Inputs(train, evaluation, verifiers, environments, encoder.tokenizer, canary)
 
 
 async def compose(

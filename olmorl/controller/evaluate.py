@@ -7,17 +7,17 @@ import asyncio
 import math
 import time
 from collections.abc import Sequence
-from contextlib import aclosing
 from dataclasses import dataclass
 
 import numpy as np
 
 from olmorl.config.schema import Config
 from olmorl.contract.errors import SyncError
-from olmorl.contract.generation import SamplingParams
+from olmorl.contract.generation import OBSERVED, SamplingParams
 from olmorl.controller.group import ScoredSample
 from olmorl.controller.loop import request_seed
 from olmorl.controller.rollout import RolloutService
+from olmorl.controller.sampling import sample_prompt
 from olmorl.controller.scoring import Scorer
 from olmorl.data.prompt import Prompt
 
@@ -47,7 +47,7 @@ async def evaluate(
     counted = [rewards for rewards in scored if rewards]
     for group in groups:
         for s in group:
-            others = {span[0] for span in s.sample.version_spans} - {version}
+            others = {span[0] for span in s.sample.version_spans} - {version, OBSERVED}
             if others:
                 raise SyncError(f"evaluation of version {version} met tokens of version {sorted(others)}")
     means = np.array([np.mean(rewards) for rewards in counted])
@@ -60,7 +60,7 @@ async def evaluate(
         k=k,
         num_prompts=len(groups),
         num_unscored=sum(len(group) for group in groups) - sum(map(len, scored)),
-        num_tokens=sum(len(s.sample.token_ids) for group in groups for s in group),
+        num_tokens=sum(s.num_drawn for group in groups for s in group),
         seconds=time.perf_counter() - started,
     )
 
@@ -76,8 +76,13 @@ async def _sample(prompt: Prompt, config: Config, service: RolloutService, score
         seed=request_seed(section.seed, prompt),
     )
     scored: list[ScoredSample] = []
-    request_id = f"eval/{prompt.prompt_id}"
-    async with aclosing(service.generate(request_id, prompt.token_ids, params, priority=PRIORITY)) as arrivals:
-        async for samples in arrivals:
-            scored += await scorer.score(prompt, samples)
+    await sample_prompt(
+        prompt,
+        request_id=f"eval/{prompt.prompt_id}",
+        params=params,
+        priority=PRIORITY,
+        service=service,
+        scorer=scorer,
+        deliver=scored.extend,
+    )
     return scored

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+import numpy as np
+
 from olmorl.contract.generation import RolloutSample
 from olmorl.data.prompt import Prompt
 from olmorl.rewards.verdict import Status
@@ -37,6 +39,18 @@ class ScoredSample:
     detail: str = ""
     advantage: float = 0.0
     fate: Fate | None = None
+    drawn: np.ndarray | None = None
+    """[T] bool, False on tokens that an environment wrote; None: the policy drew all"""
+
+    @property
+    def num_drawn(self) -> int:
+        """Tokens that the policy drew: those that cost and count."""
+        return len(self.sample.token_ids) if self.drawn is None else int(self.drawn.sum())
+
+    @property
+    def loss_mask(self) -> np.ndarray:
+        """[T] bool"""
+        return np.ones(len(self.sample.token_ids), np.bool_) if self.drawn is None else self.drawn
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

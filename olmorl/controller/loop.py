@@ -14,19 +14,19 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Callable
-from contextlib import aclosing
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 from olmorl.config.schema import Config
 from olmorl.contract.errors import StarvationError
-from olmorl.contract.generation import SamplingParams
+from olmorl.contract.generation import RolloutSample, SamplingParams
 from olmorl.controller.admission import judge, keep_signal
 from olmorl.controller.buffer import RolloutBuffer
 from olmorl.controller.group import Group, State
-from olmorl.controller.resume import PromptQueue
 from olmorl.controller.rollout import RolloutService
+from olmorl.controller.sampling import sample_prompt
 from olmorl.controller.scoring import Scorer
 from olmorl.controller.signal import Changed
 from olmorl.controller.starvation import Starvation
@@ -45,13 +45,19 @@ class Batch:
     seconds_waited_for_straggler: float
 
 
+class Prompts(Protocol):
+    @property
+    def has_next(self) -> bool: ...
+    def __next__(self) -> Prompt: ...
+
+
 class RolloutLoops:
     def __init__(
         self,
         *,
         config: Config,
         buffer: RolloutBuffer,
-        prompts: PromptQueue,
+        prompts: Prompts,
         service: RolloutService,
         scorer: Scorer,
         version: int,
@@ -104,11 +110,18 @@ class RolloutLoops:
             await self._changed.until(self._buffer.has_waiting)
 
     async def _roll_out_group(self, group: Group) -> None:
-        params = training_params(self._config, seed=group.seed)
-        async with aclosing(self._service.generate(group.prompt.prompt_id, group.prompt.token_ids, params)) as arrivals:
-            async for samples in arrivals:
-                group.tokens_received += sum(len(sample.token_ids) for sample in samples)
-                group.samples += await self._scorer.score(group.prompt, samples)
+        def received(samples: Sequence[RolloutSample]) -> None:
+            group.tokens_received += sum(len(sample.token_ids) for sample in samples)
+
+        await sample_prompt(
+            group.prompt,
+            request_id=group.prompt.prompt_id,
+            params=training_params(self._config, seed=group.seed),
+            service=self._service,
+            scorer=self._scorer,
+            received=received,
+            deliver=group.samples.extend,
+        )
         group.samples.sort(key=lambda s: s.sample.sample_index)
         self._buffer.finish(group)
         loss = self._config.loss

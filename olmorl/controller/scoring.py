@@ -6,9 +6,12 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 
+from transformers import PreTrainedTokenizerFast
+
 from olmorl.config.schema import RewardSection
 from olmorl.contract.errors import ConfigError
 from olmorl.contract.generation import RolloutSample
+from olmorl.controller.environments import Environments
 from olmorl.controller.group import ScoredSample
 from olmorl.data.prompt import Prompt
 from olmorl.rewards.combine import combine
@@ -47,8 +50,9 @@ def verifier_settings(section: RewardSection) -> VerifierSettings:
 class Scorer:
     """Scores samples in the verifier processes of `pool`."""
 
-    def __init__(self, pool: VerifierPool, *, section: RewardSection) -> None:
+    def __init__(self, pool: VerifierPool, *, section: RewardSection, environments: Environments | None = None) -> None:
         self._pool = pool
+        self.environments = environments
         self._remap = section.remap
         self._weights = {canonical_name(name): weight for name, weight in section.weights.items()}
         self._seconds = 0.0
@@ -56,12 +60,30 @@ class Scorer:
         self._told: set[str] = set()
 
     @classmethod
-    async def start(cls, section: RewardSection, *, verifiers: Sequence[str]) -> "Scorer":
+    async def start(
+        cls,
+        section: RewardSection,
+        *,
+        verifiers: Sequence[str],
+        environments: Sequence[str] = (),
+        tokenizer: PreTrainedTokenizerFast | None = None,
+    ) -> "Scorer":
+        """Environments need the `tokenizer` of the model. Raises ConfigError."""
         settings = verifier_settings(section)
         timeout = section.timeout_seconds
         pool = VerifierPool(verifiers, workers=section.workers, timeout_seconds=timeout, settings=settings)
         await pool.start()
-        return cls(pool, section=section)
+        if not environments:
+            return cls(pool, section=section)
+        assert tokenizer is not None, "environments need a tokenizer"
+        try:
+            started = await Environments.start(
+                environments, tokenizer=tokenizer, workers=section.workers, timeout_seconds=timeout, settings=settings
+            )
+        except BaseException:
+            await pool.close()
+            raise
+        return cls(pool, section=section, environments=started)
 
     async def score(self, prompt: Prompt, samples: Sequence[RolloutSample]) -> list[ScoredSample]:
         """In the order of `samples`. What an engine gave up is an error, never a wrong answer."""
@@ -120,3 +142,5 @@ class Scorer:
 
     async def close(self) -> None:
         await self._pool.close()
+        if self.environments is not None:
+            await self.environments.close()

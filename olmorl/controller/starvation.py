@@ -70,5 +70,5 @@ def _describe(group: Group) -> str:
     verdicts = Counter(s.verdict for s in group.samples if s.reward is None)
     if 2 * verdicts.total() >= len(group.samples):
         return f"mostly without a score ({verdicts.most_common(1)[0][0]})" if verdicts else "empty"
-    rate = group.pass_rate
-    return {0.0: "all wrong", 1.0: "all right"}.get(-1.0 if rate is None else rate, "all alike")
+    reward = next(s.reward for s in group.samples if s.reward is not None)
+    return "all right" if reward >= 1 else "all wrong" if reward <= 0 else "all alike"

@@ -25,6 +25,8 @@ class EncodedExample:
     """what the model reads, special tokens included"""
     checks: tuple[Check, ...]
     data_source: str
+    environment: str | None = None
+    """what the model talks to before it is judged"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
