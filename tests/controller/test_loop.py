@@ -1,6 +1,8 @@
 """The loops against a real engine and real verifiers: batches with signal come, every token is accounted for."""
 
 import asyncio
+import json
+import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -8,16 +10,17 @@ from typing import Any
 import pytest
 
 from olmorl.config.schema import Config
-from olmorl.contract.errors import SyncError
+from olmorl.contract.errors import StarvationError, SyncError
 from olmorl.controller.background import Background
 from olmorl.controller.buffer import RolloutBuffer
 from olmorl.controller.compose import Inputs, load_inputs
 from olmorl.controller.evaluate import evaluate
 from olmorl.controller.group import Fate, Group, State
-from olmorl.controller.loop import RolloutLoops, request_seed
+from olmorl.controller.loop import Batch, RolloutLoops, request_seed
 from olmorl.controller.resume import PromptQueue
 from olmorl.controller.rollout import RolloutService
 from olmorl.controller.scoring import Scorer
+from olmorl.data.selection import PromptSelection
 from olmorl.data.stream import PromptStream
 
 MakeConfig = Callable[..., Config]
@@ -30,25 +33,36 @@ class Driver:
         self.config, self.inputs, self.service, self.scorer = config, inputs, service, scorer
         self.dropped: list[Group] = []
         self.buffer = RolloutBuffer(
-            groups_per_batch=config.rollout.prompts_per_step,
+            groups_per_batch=config.rollout.prompts_per_step * (config.rollout.oversampling or 1),
             async_steps=config.rollout.async_steps,
             window=config.rollout.staleness_window,
+            max_overtaken=0 if config.rollout.oversampling else config.rollout.max_overtaken,
+        )
+        rules = config.rollout
+        self.selection = PromptSelection(
+            PromptStream(inputs.train, seed=config.run.seed),
+            num_rows=len(inputs.train),
+            retire_pass_rate=rules.no_resampling_pass_rate,
+            rest_steps=rules.rest_steps,
         )
         self.loops = RolloutLoops(
             config=config,
             buffer=self.buffer,
-            prompts=PromptQueue(PromptStream(inputs.train, seed=config.run.seed)),
+            prompts=PromptQueue(self.selection),
             service=service,
             scorer=scorer,
             version=0,
             on_dropped=self.dropped.append,
+            selection=self.selection,
         )
         self.background = Background()
 
 
 def drive(config: Config, inputs: Inputs, engine: Any, scenario: Callable[[Driver], Awaitable[None]]) -> None:
     async def main() -> None:
-        scorer = await Scorer.start(config.reward, verifiers=inputs.verifiers)
+        scorer = await Scorer.start(
+            config.reward, verifiers=inputs.verifiers, environments=inputs.environments, tokenizer=inputs.tokenizer
+        )
         lost = asyncio.get_running_loop().create_future()
         service = RolloutService(on_lost=lambda name, reason: lost.set_exception(AssertionError(f"{name}: {reason}")))
         service.ensure_worker(engine)
@@ -156,6 +170,146 @@ def judge(completion, truth, prompt):
 
     config = quickstart_config("reward.verifier=half_broken:judge", "rollout.active_sampling=false")
     drive(config, load_inputs(config), engine, scenario)
+
+
+RIGHT, WRONG = "", "(?!)"  # regular expressions that every answer, or none, satisfies
+
+
+@pytest.fixture
+def useless(tmp_path: Path) -> Callable[..., str]:
+    """A data file of so many rows that are always right, always wrong, and sums, well mixed."""
+
+    def write(*, right: int, wrong: int, sums: int) -> str:
+        rows = [{"prompt": f"{i % 9 + 1}+1=", "answer": RIGHT, "verifier": "regex"} for i in range(right)]
+        rows += [{"prompt": f"{i % 9 + 1}+2=", "answer": WRONG, "verifier": "regex"} for i in range(wrong)]
+        terms = [f"{i % 9 + 1}+7+5+3+{i % 7 + 2}" for i in range(sums)]
+        rows += [{"prompt": f"{t}=", "answer": str(sum(map(int, t.split("+")))), "verifier": "gsm8k"} for t in terms]
+        file = tmp_path / "mixed.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return str(file)
+
+    return write
+
+
+def train(driver: Driver, batch: Batch) -> None:
+    driver.loops.trained(batch)
+    driver.loops.published(batch.version + 1)
+
+
+@pytest.mark.parametrize("max_overtaken", [None, 0])
+def test_every_batch_is_full_of_signal_where_nine_tenths_carry_none(
+    quickstart_config: MakeConfig, engine: Any, useless: Callable[..., str], max_overtaken: int | None
+) -> None:
+    async def scenario(driver: Driver) -> None:
+        driver.background.start_loop("rollouts", driver.loops.run())
+        orders: list[int] = []
+        for _ in range(4):
+            batch = await driver.background.unless_failed(driver.loops.next_batch())
+            assert len(batch.groups) == 2 and all(group.has_signal for group in batch.groups)
+            orders += [group.order for group in batch.groups]
+            train(driver, batch)
+        assert len(driver.dropped) > 20
+        if max_overtaken == 0:
+            assert orders == sorted(orders), "not in the order of admission"
+
+    data = useless(right=45, wrong=45, sums=10)
+    overrides = ["reward.verifier=none", f"data.train={data}", f"rollout.max_overtaken={max_overtaken}"]
+    config = quickstart_config(*overrides)
+    drive(config, load_inputs(config), engine, scenario)
+
+
+def test_fixed_oversampling_trains_what_its_draw_happens_to_hold(
+    quickstart_config: MakeConfig, engine: Any, useless: Callable[..., str]
+) -> None:
+    async def scenario(driver: Driver) -> None:
+        driver.background.start_loop("rollouts", driver.loops.run())
+        trained: list[Group] = []
+        for version in range(3):
+            batch = await driver.background.unless_failed(driver.loops.next_batch())
+            assert batch.version == version and 1 <= len(batch.groups) <= 2
+            assert all(group.has_signal for group in batch.groups)
+            trained += batch.groups
+            train(driver, batch)
+        settled = [*trained, *driver.dropped]
+        of_rounds = {order: group for group in settled if (order := group.order) < 6 * (len(settled) // 6)}
+        assert sorted(of_rounds) == list(range(len(of_rounds))), "a round of six is settled as a whole"
+        fates = {s.fate for group in driver.dropped for s in group.samples}
+        assert fates <= {Fate.SURPLUS, Fate.ZERO_VARIANCE} and Fate.SURPLUS in fates
+
+    data = useless(right=2, wrong=2, sums=12)
+    config = quickstart_config(
+        "reward.verifier=none", f"data.train={data}", "rollout.active_sampling=false", "rollout.oversampling=3"
+    )
+    drive(config, load_inputs(config), engine, scenario)
+
+
+@pytest.mark.parametrize("sums", [0, 1])
+def test_a_starved_run_stops_or_trains_what_there_is(
+    quickstart_config: MakeConfig, engine: Any, useless: Callable[..., str], sums: int
+) -> None:
+    """With a sum among many useless rows there is a group to train; with none there is nothing."""
+
+    async def scenario(driver: Driver) -> None:
+        driver.background.start_loop("rollouts", driver.loops.run())
+        with pytest.raises(StarvationError) as caught:
+            while True:
+                batch = await driver.background.unless_failed(driver.loops.next_batch())
+                assert len(batch.groups) == 1, "not a partial batch"
+                sizes.append(len(batch.groups))
+                train(driver, batch)
+        message = str(caught.value)
+        assert "no batch of 2 groups with signal can be filled" in message and "all right" in message
+        assert "mixed" in message, "it does not say which source starves"
+        with pytest.raises(StarvationError):  # and it stays so
+            await driver.loops.next_batch()
+        assert not driver.service.in_flight
+
+    sizes: list[int] = []
+    data = useless(right=7, wrong=8, sums=sums)
+    overrides = ["rollout.starvation_patience=4", "rollout.on_starvation=train_partial", "rollout.async_steps=0"]
+    config = quickstart_config(
+        "reward.verifier=none", f"data.train={data}", "rollout.no_resampling_pass_rate=0.01", *overrides
+    )
+    drive(config, load_inputs(config), engine, scenario)
+    assert len(sizes) == 0 if not sums else len(sizes) <= 1
+
+
+def test_a_run_whose_prompts_are_all_solved_says_so(
+    quickstart_config: MakeConfig, engine: Any, useless: Callable[..., str]
+) -> None:
+    async def scenario(driver: Driver) -> None:
+        driver.background.start_loop("rollouts", driver.loops.run())
+        with pytest.raises(StarvationError, match=r"every prompt has passed at a rate of 1 or above and is retired"):
+            await driver.background.unless_failed(driver.loops.next_batch())
+        assert driver.selection.num_retired == 3
+
+    config = quickstart_config(
+        "reward.verifier=none",
+        f"data.train={useless(right=3, wrong=0, sums=0)}",
+        "rollout.no_resampling_pass_rate=1.0",
+    )
+    drive(config, load_inputs(config), engine, scenario)
+
+
+def test_a_judge_that_stays_down_ends_the_run_if_that_is_wished(
+    quickstart_config: MakeConfig, inputs: Inputs, engine: Any
+) -> None:
+    async def scenario(driver: Driver) -> None:
+        driver.background.start_loop("rollouts", driver.loops.run())
+        with pytest.raises(StarvationError, match=r"no verdicts for \d+ s, reward.outage_seconds is 0.1: Connect"):
+            await driver.background.unless_failed(driver.loops.next_batch())
+        assert all(s.verdict == "timeout" for group in driver.dropped for s in group.samples)
+
+    with socket.socket() as nobody:  # bound, and never listening
+        nobody.bind(("127.0.0.1", 0))
+        config = quickstart_config(
+            "reward.verifier=judge",
+            f"reward.judge_url=http://127.0.0.1:{nobody.getsockname()[1]}/v1",
+            "reward.judge_model=m",
+            "reward.timeout_seconds=1.0",
+            "reward.outage_seconds=0.1",
+        )
+        drive(config, load_inputs(config), engine, scenario)
 
 
 def test_evaluation_is_reproducible_and_of_one_version(
