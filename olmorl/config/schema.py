@@ -185,6 +185,7 @@ class RolloutSection(Section):
     samples_per_prompt: int = Field(8, ge=1)
     max_prompt_tokens: int = Field(2048, ge=1)
     max_response_tokens: int = Field(2048, ge=1)
+    """with an environment: all turns and observations together"""
     async_steps: int = Field(1, ge=0)
     """batches of groups in hand beyond the one being trained; 0 is synchronous"""
     window: int | None = Field(None, ge=0)

@@ -15,6 +15,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -96,7 +97,9 @@ class RolloutLoops:
             if pause := self._starvation.next_pause():
                 told = self._starvation.describe()
                 log.warning("no batch can be filled: %s; the next prompt waits %.3g s", told, pause)
-                await asyncio.sleep(pause)
+                with suppress(TimeoutError):  # or until there is a batch
+                    async with asyncio.timeout(pause):
+                        await self._changed.until(self._buffer.has_enough_finished)
             prompt = next(self._prompts)
             seed = request_seed(self._config.run.seed, prompt)
             self._buffer.admit(prompt, version=self._live_version, seed=seed, now=time.time())

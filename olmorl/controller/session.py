@@ -105,7 +105,7 @@ class Session:
         except StarvationError:
             if self._state is not None:
                 await self._save(self._state)
-                await self._background.finish_job(CHECKPOINT)
+            await self._background.finish_job(CHECKPOINT)
             raise
         self._times.wait_for_batch = time.perf_counter() - started
         self._times.wait_for_straggler = batch.seconds_waited_for_straggler
