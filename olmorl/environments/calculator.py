@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from olmorl.environments.environment import Reply
 
-CALL = re.compile(r"(\d{1,9}(?:\+\d{1,9}){1,20})=\Z")
+CALL = re.compile(r"(?<!\d)(\d{1,9}(?:\+\d{1,9}){1,20})=\Z")
 
 
 class Calculator:

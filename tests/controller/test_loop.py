@@ -213,7 +213,12 @@ def test_every_batch_is_full_of_signal_where_nine_tenths_carry_none(
             assert orders == sorted(orders), "not in the order of admission"
 
     data = useless(right=45, wrong=45, sums=10)
-    overrides = ["reward.verifier=none", f"data.train={data}", f"rollout.max_overtaken={max_overtaken}"]
+    overrides = [
+        "reward.verifier=none",
+        "eval.data=none",
+        f"data.train={data}",
+        f"rollout.max_overtaken={max_overtaken}",
+    ]
     config = quickstart_config(*overrides)
     drive(config, load_inputs(config), engine, scenario)
 
@@ -238,7 +243,11 @@ def test_fixed_oversampling_trains_what_its_draw_happens_to_hold(
 
     data = useless(right=2, wrong=2, sums=12)
     config = quickstart_config(
-        "reward.verifier=none", f"data.train={data}", "rollout.active_sampling=false", "rollout.oversampling=3"
+        "reward.verifier=none",
+        "eval.data=none",
+        f"data.train={data}",
+        "rollout.active_sampling=false",
+        "rollout.oversampling=3",
     )
     drive(config, load_inputs(config), engine, scenario)
 
@@ -268,7 +277,11 @@ def test_a_starved_run_stops_or_trains_what_there_is(
     data = useless(right=7, wrong=8, sums=sums)
     overrides = ["rollout.starvation_patience=4", "rollout.on_starvation=train_partial", "rollout.async_steps=0"]
     config = quickstart_config(
-        "reward.verifier=none", f"data.train={data}", "rollout.no_resampling_pass_rate=0.01", *overrides
+        "reward.verifier=none",
+        "eval.data=none",
+        f"data.train={data}",
+        "rollout.no_resampling_pass_rate=0.01",
+        *overrides,
     )
     drive(config, load_inputs(config), engine, scenario)
     assert len(sizes) == 0 if not sums else len(sizes) <= 1
@@ -285,6 +298,7 @@ def test_a_run_whose_prompts_are_all_solved_says_so(
 
     config = quickstart_config(
         "reward.verifier=none",
+        "eval.data=none",
         f"data.train={useless(right=3, wrong=0, sums=0)}",
         "rollout.no_resampling_pass_rate=1.0",
     )
