@@ -40,7 +40,7 @@ class Driver:
         )
         rules = config.rollout
         self.selection = PromptSelection(
-            PromptStream(inputs.train, seed=config.run.seed),
+            PromptStream(inputs.train, seed=config.run.seed, shuffle=config.data.shuffle),
             num_rows=len(inputs.train),
             retire_pass_rate=rules.no_resampling_pass_rate,
             rest_steps=rules.rest_steps,
@@ -173,22 +173,35 @@ def judge(completion, truth, prompt):
 
 
 RIGHT, WRONG = "", "(?!)"  # regular expressions that every answer, or none, satisfies
+FLIP = """
+from collections import Counter
+asked = Counter()
+def judge(completion, truth, prompt):
+    asked[prompt] += 1
+    return asked[prompt] % 2  # so the samples of a group never agree
+"""
 
 
 @pytest.fixture
-def useless(tmp_path: Path) -> Callable[..., str]:
-    """A data file of so many rows that are always right, always wrong, and sums, well mixed."""
+def mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Writes a data file of so many rows that carry signal for certain, are always right, always wrong."""
+    (tmp_path / "flip.py").write_text(FLIP)
+    monkeypatch.syspath_prepend(str(tmp_path))
 
-    def write(*, right: int, wrong: int, sums: int) -> str:
-        rows = [{"prompt": f"{i % 9 + 1}+1=", "answer": RIGHT, "verifier": "regex"} for i in range(right)]
+    def write(*, signal: int, right: int, wrong: int) -> str:
+        rows = [
+            {"prompt": f"{i % 9 + 1}+{i // 9 + 1}+3=", "answer": "", "verifier": "flip:judge"} for i in range(signal)
+        ]
+        rows += [{"prompt": f"{i % 9 + 1}+1=", "answer": RIGHT, "verifier": "regex"} for i in range(right)]
         rows += [{"prompt": f"{i % 9 + 1}+2=", "answer": WRONG, "verifier": "regex"} for i in range(wrong)]
-        terms = [f"{i % 9 + 1}+7+5+3+{i % 7 + 2}" for i in range(sums)]
-        rows += [{"prompt": f"{t}=", "answer": str(sum(map(int, t.split("+")))), "verifier": "gsm8k"} for t in terms]
         file = tmp_path / "mixed.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return str(file)
+        return f"data.train={file}"
 
     return write
+
+
+OWN = ("reward.verifier=none", "eval.data=none")  # the rows name their verifiers
 
 
 def train(driver: Driver, batch: Batch) -> None:
@@ -198,7 +211,7 @@ def train(driver: Driver, batch: Batch) -> None:
 
 @pytest.mark.parametrize("max_overtaken", [None, 0])
 def test_every_batch_is_full_of_signal_where_nine_tenths_carry_none(
-    quickstart_config: MakeConfig, engine: Any, useless: Callable[..., str], max_overtaken: int | None
+    quickstart_config: MakeConfig, engine: Any, mixed: Callable[..., str], max_overtaken: int | None
 ) -> None:
     async def scenario(driver: Driver) -> None:
         driver.background.start_loop("rollouts", driver.loops.run())
@@ -209,86 +222,77 @@ def test_every_batch_is_full_of_signal_where_nine_tenths_carry_none(
             orders += [group.order for group in batch.groups]
             train(driver, batch)
         assert len(driver.dropped) > 20
+        assert {s.fate for group in driver.dropped for s in group.samples} == {Fate.ZERO_VARIANCE}
         if max_overtaken == 0:
             assert orders == sorted(orders), "not in the order of admission"
 
-    data = useless(right=45, wrong=45, sums=10)
-    overrides = [
-        "reward.verifier=none",
-        "eval.data=none",
-        f"data.train={data}",
-        f"rollout.max_overtaken={max_overtaken}",
-    ]
-    config = quickstart_config(*overrides)
+    config = quickstart_config(*OWN, mixed(signal=10, right=45, wrong=45), f"rollout.max_overtaken={max_overtaken}")
     drive(config, load_inputs(config), engine, scenario)
 
 
 def test_fixed_oversampling_trains_what_its_draw_happens_to_hold(
-    quickstart_config: MakeConfig, engine: Any, useless: Callable[..., str]
+    quickstart_config: MakeConfig, engine: Any, mixed: Callable[..., str]
 ) -> None:
     async def scenario(driver: Driver) -> None:
         driver.background.start_loop("rollouts", driver.loops.run())
         trained: list[Group] = []
+        sizes = []
         for version in range(3):
             batch = await driver.background.unless_failed(driver.loops.next_batch())
-            assert batch.version == version and 1 <= len(batch.groups) <= 2
-            assert all(group.has_signal for group in batch.groups)
+            assert batch.version == version and all(group.has_signal for group in batch.groups)
+            sizes.append(len(batch.groups))
             trained += batch.groups
             train(driver, batch)
-        settled = [*trained, *driver.dropped]
-        of_rounds = {order: group for group in settled if (order := group.order) < 6 * (len(settled) // 6)}
-        assert sorted(of_rounds) == list(range(len(of_rounds))), "a round of six is settled as a whole"
-        fates = {s.fate for group in driver.dropped for s in group.samples}
-        assert fates <= {Fate.SURPLUS, Fate.ZERO_VARIANCE} and Fate.SURPLUS in fates
+        assert sizes == [2, 1, 2], "rows of the rounds that carry signal: 6, 1, none, 6; at most 2 are trained"
+        fates = {group.order: {s.fate for s in group.samples} for group in [*trained, *driver.dropped]}
+        assert [fates[order] for order in range(6)] == 2 * [{Fate.TRAINED}] + 4 * [{Fate.SURPLUS}]
+        assert [fates[order] for order in range(6, 18)] == [{Fate.TRAINED}] + 11 * [{Fate.ZERO_VARIANCE}]
 
-    data = useless(right=2, wrong=2, sums=12)
     config = quickstart_config(
-        "reward.verifier=none",
-        "eval.data=none",
-        f"data.train={data}",
+        *OWN,
+        mixed(signal=7, right=5, wrong=6),
+        "data.shuffle=false",
         "rollout.active_sampling=false",
         "rollout.oversampling=3",
     )
     drive(config, load_inputs(config), engine, scenario)
 
 
-@pytest.mark.parametrize("sums", [0, 1])
+@pytest.mark.parametrize(("policy", "trained"), [("train_partial", [1]), ("stop", [])])
 def test_a_starved_run_stops_or_trains_what_there_is(
-    quickstart_config: MakeConfig, engine: Any, useless: Callable[..., str], sums: int
+    quickstart_config: MakeConfig, engine: Any, mixed: Callable[..., str], policy: str, trained: list[int]
 ) -> None:
-    """With a sum among many useless rows there is a group to train; with none there is nothing."""
+    """One row of twenty carries signal, and a batch is two: after sixteen groups the patience ends."""
 
     async def scenario(driver: Driver) -> None:
         driver.background.start_loop("rollouts", driver.loops.run())
         with pytest.raises(StarvationError) as caught:
             while True:
                 batch = await driver.background.unless_failed(driver.loops.next_batch())
-                assert len(batch.groups) == 1, "not a partial batch"
                 sizes.append(len(batch.groups))
                 train(driver, batch)
-        message = str(caught.value)
-        assert "no batch of 2 groups with signal can be filled" in message and "all right" in message
-        assert "mixed" in message, "it does not say which source starves"
+        assert "no batch of 2 groups with signal can be filled: of the last 1" in str(caught.value)
+        assert "all wrong" in str(caught.value) and "(without signal: mixed 1" in str(caught.value)
         with pytest.raises(StarvationError):  # and it stays so
             await driver.loops.next_batch()
         assert not driver.service.in_flight
 
     sizes: list[int] = []
-    data = useless(right=7, wrong=8, sums=sums)
-    overrides = ["rollout.starvation_patience=4", "rollout.on_starvation=train_partial", "rollout.async_steps=0"]
     config = quickstart_config(
-        "reward.verifier=none",
-        "eval.data=none",
-        f"data.train={data}",
+        *OWN,
+        mixed(signal=1, right=0, wrong=19),
+        "data.shuffle=false",
+        "rollout.async_steps=0",
         "rollout.no_resampling_pass_rate=0.01",
-        *overrides,
+        "rollout.starvation_patience=8",
+        f"rollout.on_starvation={policy}",
     )
     drive(config, load_inputs(config), engine, scenario)
-    assert len(sizes) == 0 if not sums else len(sizes) <= 1
+    assert sizes == trained
 
 
 def test_a_run_whose_prompts_are_all_solved_says_so(
-    quickstart_config: MakeConfig, engine: Any, useless: Callable[..., str]
+    quickstart_config: MakeConfig, engine: Any, mixed: Callable[..., str]
 ) -> None:
     async def scenario(driver: Driver) -> None:
         driver.background.start_loop("rollouts", driver.loops.run())
@@ -296,12 +300,7 @@ def test_a_run_whose_prompts_are_all_solved_says_so(
             await driver.background.unless_failed(driver.loops.next_batch())
         assert driver.selection.num_retired == 3
 
-    config = quickstart_config(
-        "reward.verifier=none",
-        "eval.data=none",
-        f"data.train={useless(right=3, wrong=0, sums=0)}",
-        "rollout.no_resampling_pass_rate=1.0",
-    )
+    config = quickstart_config(*OWN, mixed(signal=0, right=3, wrong=0), "rollout.no_resampling_pass_rate=1.0")
     drive(config, load_inputs(config), engine, scenario)
 
 
