@@ -126,8 +126,7 @@ class RolloutLoops:
             deliver=group.samples.extend,
         )
         group.samples.sort(key=lambda s: s.sample.sample_index)
-        self._buffer.finish(group)
-        loss = self._config.loss
+        loss, rollout = self._config.loss, self._config.rollout
         group.has_signal = judge(
             group,
             scale=self._config.reward.scale,
@@ -135,11 +134,11 @@ class RolloutLoops:
             mask_truncated=loss.mask_truncated,
             unscored=self._config.reward.unscored,
         )
-        rollout = self._config.rollout
-        if rollout.oversampling or not self._buffer.has_enough_finished():
-            self._starvation.offered(group)
+        self._buffer.finish(group)
         if not group.has_signal and rollout.active_sampling:
             self._drop(group)
+        if rollout.oversampling or not self._buffer.has_enough_finished():
+            self._starvation.offered(group)
         self._changed.notify()
 
     def _drop(self, group: Group) -> None:
@@ -152,7 +151,7 @@ class RolloutLoops:
         (one place); unblocked by roll_out and by the taking of a batch. Ends when the run is starved."""
         while True:
             version = self._next_batch_version
-            await self._changed.until(lambda: self._buffer.has_enough_finished() or self._has_dried_up)
+            await self._changed.until(lambda: self._buffer.has_enough_finished() or self._why_no_batch)
             blocked_since = time.perf_counter()
             found: list[Group] | StarvationError = await self._changed.until(partial(self._look, version))
             if isinstance(found, StarvationError):
@@ -166,10 +165,12 @@ class RolloutLoops:
 
     def _look(self, version: int) -> list[Group] | StarvationError | None:
         """A batch, or why there will be none."""
+        if self._outage is not None:
+            return StarvationError(self._outage)
         while (groups := self._buffer.take_batch(version)) is not None:
             if kept := self._choose(groups):
                 return kept
-        reason = self._why_starved()
+        reason = self._why_no_batch
         if reason is None:
             return None
         if self._config.rollout.on_starvation == "train_partial" and self._buffer.count(State.FINISHED):
@@ -199,12 +200,6 @@ class RolloutLoops:
         return self._prompts.has_next and not self._starvation.exhausted
 
     @property
-    def _has_dried_up(self) -> bool:
-        """Nothing is under way, and nothing will be; or nothing can be judged."""
-        under_way = self._buffer.has_waiting() or self._buffer.count(State.RUNNING)
-        return not (self._has_prompts or under_way) or self._outage is not None
-
-    @property
     def _outage(self) -> str | None:
         limit = self._config.reward.outage_seconds
         seconds, trouble = self._scorer.outage()
@@ -212,11 +207,13 @@ class RolloutLoops:
             return None
         return f"no verdicts for {seconds:.0f} s, reward.outage_seconds is {limit:g}: {trouble}"
 
-    def _why_starved(self) -> str | None:
-        if not self._has_dried_up:
-            return None
+    @property
+    def _why_no_batch(self) -> str | None:
+        """Set when nothing can be judged, or when nothing is under way and nothing will be."""
         if self._outage is not None:
             return self._outage
+        if self._has_prompts or self._buffer.count(State.WAITING, State.RUNNING):
+            return None
         told, wanted = self._starvation.describe(), self._config.rollout.prompts_per_step
         if not self._prompts.has_next:
             rate = self._config.rollout.no_resampling_pass_rate
