@@ -49,23 +49,34 @@ def test_an_environment_is_trained(command: Any, checks: Any) -> None:
     assert all(np.isfinite(row["loss/policy"]) for row in command.metrics()[1:])
 
 
-def test_a_starved_run_stops_with_its_checkpoint_and_can_go_on(command: Any, checks: Any) -> None:
-    """Eight prompts that are retired as soon as one sample is right. checkpoint.every is far."""
+STARVED = ("data.train=eight.jsonl", "checkpoint.every=100", "eval.data=none", "rollout.async_steps=0")
+
+
+def starve(command: Any) -> int:
+    """A run on eight prompts that are retired as soon as one sample is right; its last step. checkpoint.every is far."""
     sums = [f"{a}+{b}+5+4+9=" for a, b in ((1, 2), (3, 4), (5, 6), (7, 8), (9, 1), (2, 3), (4, 5), (6, 7))]
     rows = [{"prompt": s, "answer": str(sum(map(int, s[:-1].split("+"))))} for s in sums]
     (command.folder / "eight.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    settings = ("data.train=eight.jsonl", "checkpoint.every=100", "eval.data=none", "rollout.async_steps=0")
-    rules = ("rollout.no_resampling_pass_rate=0.01", "rollout.starvation_patience=8")
-    _, err = command.run("run.steps=50", *settings, *rules, code=1)
+    rules = ("rollout.no_resampling_pass_rate=0.01", "rollout.starvation_patience=4")
+    _, err = command.run("run.steps=50", *STARVED, *rules, code=1)
     assert "is retired" in err or "no batch of 4 groups with signal can be filled" in err, err
     assert "Traceback" not in err
     reason, step = command.summary()["exit_reason"], command.summary()["steps"]
     assert reason.startswith("failed: ") and 1 <= step < 50
+    return step
+
+
+def test_a_starved_run_stops_with_its_checkpoint(command: Any) -> None:
+    step = starve(command)
     assert (command.directory / "checkpoints" / f"step_{step:06d}" / "COMPLETE").exists()
     assert command.metrics()[-1]["active_sampling/retired_prompts"] > 0
     command.assert_nothing_left()
 
-    command.run(f"run.steps={step + 1}", *settings, "--resume")
+
+@pytest.mark.soak
+def test_a_starved_run_can_go_on(command: Any, checks: Any) -> None:
+    step = starve(command)
+    command.run(f"run.steps={step + 1}", *STARVED, "--resume")
     checks.one_row_a_step(command, step + 1)
     checks.one_fate_each(command)
 
