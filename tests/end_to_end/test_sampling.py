@@ -53,7 +53,7 @@ STARVED = ("data.train=eight.jsonl", "checkpoint.every=100", "eval.data=none", "
 
 
 def starve(command: Any) -> int:
-    """A run on eight prompts that are retired as soon as one sample is right; its last step. checkpoint.every is far."""
+    """Trains eight prompts, retired as soon as one sample is right; returns the last step. checkpoint.every is far."""
     sums = [f"{a}+{b}+5+4+9=" for a, b in ((1, 2), (3, 4), (5, 6), (7, 8), (9, 1), (2, 3), (4, 5), (6, 7))]
     rows = [{"prompt": s, "answer": str(sum(map(int, s[:-1].split("+"))))} for s in sums]
     (command.folder / "eight.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
