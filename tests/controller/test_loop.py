@@ -260,9 +260,15 @@ def test_fixed_oversampling_trains_what_its_draw_happens_to_hold(
 
 @pytest.mark.parametrize(("policy", "trained"), [("train_partial", [1]), ("stop", [])])
 def test_a_starved_run_stops_or_trains_what_there_is(
-    quickstart_config: MakeConfig, engine: Any, mixed: Callable[..., str], policy: str, trained: list[int]
+    quickstart_config: MakeConfig,
+    engine: Any,
+    mixed: Callable[..., str],
+    policy: str,
+    trained: list[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One row of twenty carries signal, and a batch is two: after sixteen groups the patience ends."""
+    monkeypatch.setattr("olmorl.controller.starvation.LONGEST_PAUSE_SECONDS", 0.25)
 
     async def scenario(driver: Driver) -> None:
         driver.background.start_loop("rollouts", driver.loops.run())
