@@ -36,6 +36,8 @@ from olmorl.data.selection import PromptSelection
 
 log = logging.getLogger(__name__)
 
+Drawn = tuple[list[Group], list[Group]]  # what is trained of a draw, and the rest
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
@@ -43,6 +45,9 @@ class Batch:
 
     version: int
     groups: list[Group]
+    surplus: list[Group]
+    """drawn for this batch and not trained; they hold their slots as long as those that are, for the bound on age
+    counts a batch's groups together"""
     seconds_waited_for_straggler: float
 
 
@@ -153,23 +158,25 @@ class RolloutLoops:
             version = self._next_batch_version
             await self._changed.until(lambda: self._buffer.has_enough_finished() or self._why_no_batch)
             blocked_since = time.perf_counter()
-            found: list[Group] | StarvationError = await self._changed.until(partial(self._look, version))
+            found: Drawn | StarvationError = await self._changed.until(partial(self._look, version))
             if isinstance(found, StarvationError):
                 self._starved = found
                 self._changed.notify()
                 return
             waited = time.perf_counter() - blocked_since
             self._next_batch_version += 1
-            await self._batches.put(Batch(version=version, groups=found, seconds_waited_for_straggler=waited))
+            kept, surplus = found
+            batch = Batch(version=version, groups=kept, surplus=surplus, seconds_waited_for_straggler=waited)
+            await self._batches.put(batch)
             self._changed.notify()
 
-    def _look(self, version: int) -> list[Group] | StarvationError | None:
+    def _look(self, version: int) -> Drawn | StarvationError | None:
         """A batch, or why there will be none."""
         if self._outage is not None:
             return StarvationError(self._outage)
         while (groups := self._buffer.take_batch(version)) is not None:
-            if kept := self._choose(groups):
-                return kept
+            if drawn := self._choose(groups):
+                return drawn
         reason = self._why_no_batch
         if reason is None:
             return None
@@ -177,23 +184,25 @@ class RolloutLoops:
             partial_batch = self._buffer.take_batch(version, partial=True)
             if partial_batch is None:
                 return None
-            if kept := self._choose(partial_batch):
-                log.warning("training a batch of %d groups: %s", len(kept), reason)
-                return kept
+            if drawn := self._choose(partial_batch):
+                log.warning("training a batch of %d groups: %s", len(drawn[0]), reason)
+                return drawn
         return StarvationError(reason)
 
-    def _choose(self, groups: list[Group]) -> list[Group]:
-        """Those of a taken batch that are trained."""
+    def _choose(self, groups: list[Group]) -> Drawn | None:
+        """Those of a taken batch that are trained, and the rest; None, and all dropped, if there is none to train."""
         rollout = self._config.rollout
-        kept = groups
+        kept: list[Group] = groups
+        surplus: list[Group] = []
         if rollout.oversampling:
-            kept, others = keep_signal(groups, at_most=rollout.prompts_per_step)
-            for group in others:
-                self._drop(group)
+            kept, surplus = keep_signal(groups, at_most=rollout.prompts_per_step)
         if kept:
             self._starvation.filled()
+            return kept, surplus
+        for group in surplus:
+            self._drop(group)
         self._changed.notify()
-        return kept
+        return None
 
     @property
     def _has_prompts(self) -> bool:
@@ -235,11 +244,14 @@ class RolloutLoops:
         return None
 
     def trained(self, batch: Batch) -> None:
-        self._buffer.trained(batch.groups, made_version=batch.version + 1)
+        self._buffer.trained([*batch.groups, *batch.surplus], made_version=batch.version + 1)
         if self._selection is not None:
             self._selection.advance(batch.version + 1)
         for group in batch.groups:
             self._record(group)
+        for group in batch.surplus:
+            self._record(group)
+            self._on_dropped(group)
 
     def _record(self, group: Group) -> None:
         if self._selection is not None:
