@@ -258,6 +258,27 @@ def test_fixed_oversampling_trains_what_its_draw_happens_to_hold(
     drive(config, load_inputs(config), engine, scenario)
 
 
+def test_fixed_oversampling_does_not_stand_still_while_updates_lag(
+    quickstart_config: MakeConfig, engine: Any, mixed: Callable[..., str]
+) -> None:
+    """A draw's surplus gives its slots back with its batch, not before: else the engine draws ahead more groups at one
+    version than the window lets be trained."""
+
+    async def scenario(driver: Driver) -> None:
+        driver.background.start_loop("rollouts", driver.loops.run())
+        waiting: list[Batch] = []
+        for _ in range(8):
+            waiting.append(await driver.background.unless_failed(driver.loops.next_batch()))
+            driver.loops.trained(waiting[-1])
+            if len(waiting) == 3:
+                driver.loops.published(waiting.pop(0).version + 1)
+
+    config = quickstart_config(
+        *OWN, mixed(signal=2, right=0, wrong=4), "rollout.active_sampling=false", "rollout.oversampling=3"
+    )
+    drive(config, load_inputs(config), engine, scenario)
+
+
 @pytest.mark.parametrize(("policy", "trained"), [("train_partial", [1]), ("stop", [])])
 def test_a_starved_run_stops_or_trains_what_there_is(
     quickstart_config: MakeConfig,
