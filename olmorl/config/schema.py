@@ -13,6 +13,8 @@ Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
+Unscored = Literal["drop_sample", "drop_group", "zero"]
+
 PROCEDURAL = "reasoning_gym:"
 
 
@@ -82,6 +84,8 @@ class SourceSection(Section):
     """prompts of this source in each epoch; all its prompts take their turn over the epochs"""
     verifier: tuple[str, ...] | None = Field(None, strict=False)
     """takes the place of what the rows say; a name, my_module:my_function, or a list of them"""
+    environment: str | None = None
+    """what the model talks to before it is judged: a name or my_module:MyClass; takes the place of what rows say"""
     prompt_column: str | None = None
     answer_column: str | None = None
     options: dict[str, Any] = {}
@@ -153,11 +157,25 @@ class RewardSection(Section):
     judge_concurrency: int = Field(32, ge=1)
     """questions the judge is asked at once"""
     judge_requests_per_second: float | None = Field(None, gt=0)
+    on_timeout: Unscored = "drop_sample"
+    """what a sample without a verdict in time does: it leaves its group, keeps the group from training, counts as 0"""
+    on_error: Unscored = "drop_sample"
+    """the same, where the verifier failed"""
+    on_unscorable: Unscored = "drop_sample"
+    """the same, where the ground truth is at fault"""
+    outage_seconds: float | None = Field(None, gt=0)
+    """stop the run, with its checkpoint, when a judge or code server has been down for so long; None: go on, and let
+    on_timeout decide"""
 
     @model_validator(mode="before")
     @classmethod
     def _one_verifier(cls, values: object) -> object:
         return _as_list(values, "verifier")
+
+    @property
+    def unscored(self) -> dict[str, Unscored]:
+        """By verdict."""
+        return {"timeout": self.on_timeout, "error": self.on_error, "unscorable": self.on_unscorable}
 
     @model_validator(mode="after")
     def _weights_count(self) -> "RewardSection":
@@ -172,16 +190,39 @@ class RolloutSection(Section):
     samples_per_prompt: int = Field(8, ge=1)
     max_prompt_tokens: int = Field(2048, ge=1)
     max_response_tokens: int = Field(2048, ge=1)
+    """with an environment: all turns and observations together"""
     async_steps: int = Field(1, ge=0)
     """batches of groups in hand beyond the one being trained; 0 is synchronous"""
     window: int | None = Field(None, ge=0)
     """no trained group is older than this many policy versions; None is 2 * async_steps"""
     active_sampling: bool = True
     """refill the batch until it holds prompts_per_step groups that carry signal"""
+    environment: str | None = None
+    """a name or my_module:MyClass for all prompts; None takes what sources and rows say"""
+    oversampling: int | None = Field(None, ge=1)
+    """in place of active sampling: draw this multiple of prompts_per_step for each step, train at most
+    prompts_per_step of those with signal and drop the rest, as DAPO does; batches vary in size"""
+    max_overtaken: int | None = Field(None, ge=0)
+    """older groups, still under way, that a batch may leave behind; 0 keeps the order of admission, so that groups
+    that end early are not trained first; None: any number"""
+    no_resampling_pass_rate: float | None = Field(None, gt=0, le=1)
+    """a prompt whose group passed at this rate or above is not served again"""
+    rest_steps: int = Field(0, ge=0)
+    """a prompt whose group all failed alike is not served for so many steps, twice as many each further time; 0: off"""
+    starvation_patience: int = Field(64, ge=1)
+    """batches' worth of groups that may come without filling one; from half of it on, admission slows down"""
+    on_starvation: Literal["stop", "train_partial"] = "stop"
+    """what then happens: the run stops with its checkpoint, or it trains what groups there are (stops if none)"""
 
     @property
     def staleness_window(self) -> int:
         return 2 * self.async_steps if self.window is None else self.window
+
+    @model_validator(mode="after")
+    def _one_way_to_fill_a_batch(self) -> "RolloutSection":
+        if self.oversampling is not None and self.active_sampling:
+            raise ValueError("rollout.oversampling takes the place of active sampling; set active_sampling = false")
+        return self
 
     @model_validator(mode="after")
     def _window_is_wide_enough(self) -> "RolloutSection":

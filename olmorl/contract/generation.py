@@ -15,6 +15,7 @@ from olmorl.contract.weights import TensorSpec
 FinishReason = Literal["stop", "length", "abort"]
 Kernels = Literal["auto", "torch"]
 VersionSpan = tuple[int, int, int]  # policy version, first token, one past the last
+OBSERVED = -1  # in place of a version: tokens that an environment wrote
 KvEvent = tuple[int, int, Literal["prefill", "swap", "recompute"]]  # position, policy version, what happened
 
 

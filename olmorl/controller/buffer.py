@@ -14,10 +14,14 @@ from olmorl.data.prompt import Prompt
 
 
 class RolloutBuffer:
-    def __init__(self, *, groups_per_batch: int, async_steps: int, window: int) -> None:
+    def __init__(
+        self, *, groups_per_batch: int, async_steps: int, window: int, max_overtaken: int | None = None
+    ) -> None:
+        """`max_overtaken`: older groups under way that a batch may leave behind; None is any number."""
         assert window >= async_steps >= 0 and groups_per_batch >= 1, (groups_per_batch, async_steps, window)
         self.groups_per_batch = groups_per_batch
         self.window = window
+        self.max_overtaken = max_overtaken
         self.num_slots = (async_steps + 1) * groups_per_batch
         self._groups: dict[int, Group] = {}  # by order of admission; exactly the groups that hold a slot
         self._waiting: deque[Group] = deque()
@@ -38,7 +42,10 @@ class RolloutBuffer:
         return bool(self._waiting)
 
     def has_enough_finished(self) -> bool:
-        return sum(g.state is State.FINISHED for g in self._groups.values()) >= self.groups_per_batch
+        return self.count(State.FINISHED) >= self.groups_per_batch
+
+    def count(self, *states: State) -> int:
+        return sum(g.state in states for g in self._groups.values())
 
     def admit(self, prompt: Prompt, *, version: int, seed: int, now: float) -> Group:
         assert self.has_free_slot(), "admit() without a free slot"
@@ -62,22 +69,37 @@ class RolloutBuffer:
 
     def drop(self, group: Group) -> None:
         """A finished group that will not be trained: its slot is free at once."""
-        self._expect(group, State.FINISHED)
+        self._expect(group, State.FINISHED, State.TAKEN)
         del self._groups[group.order]
 
-    def take_batch(self, version: int) -> list[Group] | None:
+    def take_batch(self, version: int, *, partial: bool = False) -> list[Group] | None:
         """The batch to train at `version`: the oldest finished groups, or None while there are too few or while
-        taking them would leave a straggler to grow too old."""
-        finished = [g for g in self._groups.values() if g.state is State.FINISHED]
-        if len(finished) < self.groups_per_batch:
+        taking them would leave a straggler to grow too old. A partial one is as many as there are."""
+        batch, overtaken = self._oldest_finished()
+        if len(batch) < (1 if partial else self.groups_per_batch) or self.straggler(version, batch) is not None:
             return None
-        batch = finished[: self.groups_per_batch]
-        if self.straggler(version, batch) is not None:
-            return None
+        for group in overtaken:
+            group.overtaken = True
         for group in batch:
             assert version - group.admitted_version <= self.window, (version, group.admitted_version, self.window)
             group.state = State.TAKEN
         return batch
+
+    def _oldest_finished(self) -> tuple[list[Group], list[Group]]:
+        """At most a batch of finished groups, and the older ones under way that it would overtake."""
+        batch: list[Group] = []
+        behind: list[Group] = []
+        num_overtaken = 0
+        for group in self._groups.values():
+            if group.state is State.FINISHED:
+                batch.append(group)
+                num_overtaken = len(behind)
+            elif group.state in (State.WAITING, State.RUNNING):
+                behind.append(group)
+            too_many = self.max_overtaken is not None and len(behind) > self.max_overtaken
+            if too_many or len(batch) == self.groups_per_batch:
+                break
+        return batch, behind[:num_overtaken]
 
     def straggler(self, version: int, batch: list[Group]) -> Group | None:
         """The oldest group that `batch` may not leave behind at `version`, if there is one.
@@ -113,7 +135,7 @@ class RolloutBuffer:
         """Groups with no terminal fate yet, oldest first: what a checkpoint must re-issue."""
         return [g for g in self._groups.values() if g.state is not State.TRAINED]
 
-    def _expect(self, group: Group, state: State) -> None:
-        assert self._groups.get(group.order) is group and group.state is state, (
-            f"group {group.prompt.prompt_id} is {group.state}, expected {state}"
+    def _expect(self, group: Group, *states: State) -> None:
+        assert self._groups.get(group.order) is group and group.state in states, (
+            f"group {group.prompt.prompt_id} is {group.state}, expected {' or '.join(states)}"
         )

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
+from transformers import PreTrainedTokenizerFast
+
 from inference.model.architecture import read_architecture
 from olmorl.config.schema import Config
 from olmorl.contract.training import ScoreRequest
@@ -24,8 +26,10 @@ from olmorl.controller.supervisor import EngineSupervisor
 from olmorl.controller.sync import WeightSync
 from olmorl.data.prompt import EncodedExample
 from olmorl.data.prompt_set import PromptSet, load_prompts
+from olmorl.data.selection import PromptSelection
 from olmorl.data.stream import PromptStream
 from olmorl.data.tokenizer import PromptEncoder, find_model, load_tokenizer
+from olmorl.environments.registry import environment_path
 from olmorl.metrics.sinks import open_sinks
 from olmorl.metrics.time_ledger import TimeLedger
 from olmorl.metrics.timeline import Timeline
@@ -38,6 +42,8 @@ class Inputs:
     train: PromptSet
     eval: tuple[EvalSet, ...]
     verifiers: tuple[str, ...]
+    environments: tuple[str, ...]
+    tokenizer: PreTrainedTokenizerFast
     canary: ScoreRequest | None
 
     @property
@@ -54,6 +60,7 @@ def load_inputs(config: Config) -> Inputs:
         encoder=encoder,
         max_prompt_tokens=rollout.max_prompt_tokens,
         verifiers=config.reward.verifier,
+        environment=rollout.environment,
     )
     evaluation = load_eval_sets(config, encoder)
     canary = canary_sequences(
@@ -61,9 +68,14 @@ def load_inputs(config: Config) -> Inputs:
         count=config.sync.canary_sequences,
         length=config.sync.canary_tokens,
     )
-    held_out = (prompt for one in evaluation for prompt in one.prompts)
+    held_out = [prompt for one in evaluation for prompt in one.prompts]
     rows = [*train.verifiers, *(check.verifier for prompt in held_out for check in prompt.checks)]
-    return Inputs(train, evaluation, verifiers_to_load(config.reward, rows), canary)
+    named = [*train.environments, *(prompt.environment for prompt in held_out)]
+    environments = tuple(dict.fromkeys(name for name in named if name))
+    for name in environments:
+        environment_path(name)  # refuses an unknown name
+    verifiers = verifiers_to_load(config.reward, rows)
+    return Inputs(train, evaluation, verifiers, environments, encoder.tokenizer, canary)
 
 
 def load_encoder(config: Config) -> PromptEncoder:
@@ -91,10 +103,16 @@ async def compose(
     """Start the workers and join them, from `checkpoint` if there is one."""
     learner_time, started = TimeLedger(), time.time()
     stream = PromptStream(inputs.train, seed=config.run.seed, shuffle=config.data.shuffle)
-    version, totals, prompts = 0, Totals(), PromptQueue(stream)
+    selection = PromptSelection(
+        stream,
+        num_rows=len(inputs.train),
+        retire_pass_rate=config.rollout.no_resampling_pass_rate,
+        rest_steps=config.rollout.rest_steps,
+    )
+    version, totals, prompts = 0, Totals(), PromptQueue(selection)
     if checkpoint is not None:
         state = DriverState.load(checkpoint, seed=config.run.seed)
-        version, totals, prompts = state.step, state.totals, state.prompts(stream)
+        version, totals, prompts = state.step, state.totals, state.prompts(selection)
     fleet = await start_fleet(config, cluster=cluster, placement=placement)
     numbers = count(len(fleet.engines))  # a replacement never takes a name that was there before
 
@@ -143,6 +161,7 @@ async def compose(
         recorder=recorder,
         timeline=Timeline(directory.timeline_file, peak=fleet.engine_peak, started=started) if has_timeline else None,
         learner_time=learner_time,
+        selection=selection,
         version=version,
     )
 

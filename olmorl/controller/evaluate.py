@@ -6,7 +6,6 @@ The caller publishes no new weights before `evaluate` returns; that is what pins
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,10 +13,11 @@ import numpy as np
 
 from olmorl.config.schema import Config
 from olmorl.contract.errors import ConfigError, SyncError
-from olmorl.contract.generation import SamplingParams
+from olmorl.contract.generation import OBSERVED, SamplingParams
 from olmorl.controller.group import Fate, Group, ScoredSample
 from olmorl.controller.loop import request_seed
 from olmorl.controller.rollout import RolloutService
+from olmorl.controller.sampling import sample_prompt
 from olmorl.controller.scoring import Scorer
 from olmorl.data.prompt import Prompt
 from olmorl.data.prompt_set import load_prompts
@@ -128,10 +128,20 @@ async def evaluate(
         seed = request_seed(config.eval.seed, prompt)
         group = Group(prompt=prompt, order=order, admitted_version=version, seed=seed, t_admitted=time.time())
         params = eval_params(config, n=one.samples_per_prompt, seed=seed)
-        async with aclosing(service.generate(request_id, prompt.token_ids, params, priority=PRIORITY)) as arrivals:
-            async for samples in arrivals:
-                group.samples += await scorer.score(prompt, samples)
-                on_scored(len(samples))
+
+        def deliver(scored: list[ScoredSample]) -> None:
+            group.samples += scored
+            on_scored(len(scored))
+
+        await sample_prompt(
+            prompt,
+            request_id=request_id,
+            params=params,
+            priority=PRIORITY,
+            service=service,
+            scorer=scorer,
+            deliver=deliver,
+        )
         group.samples.sort(key=lambda s: s.sample.sample_index)
         for s in group.samples:
             s.fate = Fate.EVAL
@@ -164,6 +174,6 @@ def eval_params(config: Config, *, n: int, seed: int) -> SamplingParams:
 
 def _check_version(evaluation: Evaluation) -> None:
     spans = (span for s in evaluation.samples for span in s.sample.version_spans)
-    others = {version for version, *_ in spans} - {evaluation.version}
+    others = {version for version, *_ in spans} - {evaluation.version, OBSERVED}
     if others:
         raise SyncError(f"evaluation of version {evaluation.version} met tokens of version {sorted(others)}")

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+import numpy as np
+
 from olmorl.contract.generation import RolloutSample
 from olmorl.data.prompt import Prompt
 from olmorl.rewards.verdict import Status
@@ -13,6 +15,7 @@ class Fate(StrEnum):
 
     TRAINED = "trained"
     ZERO_VARIANCE = "zero_variance"
+    SURPLUS = "surplus"
     TRUNCATED = "truncated"
     ABORTED = "aborted"
     ERROR = "error"
@@ -37,6 +40,18 @@ class ScoredSample:
     detail: str = ""
     advantage: float = 0.0
     fate: Fate | None = None
+    drawn: np.ndarray | None = None
+    """[T] bool, False on tokens that an environment wrote; None: the policy drew all"""
+
+    @property
+    def num_drawn(self) -> int:
+        """Tokens that the policy drew: those that cost and count."""
+        return len(self.sample.token_ids) if self.drawn is None else int(self.drawn.sum())
+
+    @property
+    def loss_mask(self) -> np.ndarray:
+        """[T] bool"""
+        return np.ones(len(self.sample.token_ids), np.bool_) if self.drawn is None else self.drawn
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -53,3 +68,13 @@ class Group:
     tokens_received: int = 0
     """also of samples not scored yet"""
     trained_version: int | None = None
+    has_signal: bool = False
+    """of a finished group"""
+    overtaken: bool = False
+    """a batch with younger groups left it behind, still under way"""
+
+    @property
+    def pass_rate(self) -> float | None:
+        """Share of the scored samples that have the full reward; None if none is scored."""
+        passed = [s.reward >= 1 for s in self.samples if s.reward is not None]
+        return sum(passed) / len(passed) if passed else None

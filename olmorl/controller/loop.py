@@ -12,21 +12,31 @@ time (`Run.train`, or a loop of the user's own), so that the loop is a library t
 
 import asyncio
 import hashlib
+import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import aclosing
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 from olmorl.config.schema import Config
-from olmorl.contract.generation import SamplingParams
-from olmorl.controller.admission import judge
+from olmorl.contract.errors import StarvationError
+from olmorl.contract.generation import RolloutSample, SamplingParams
+from olmorl.controller.admission import judge, keep_signal
 from olmorl.controller.buffer import RolloutBuffer
-from olmorl.controller.group import Group
+from olmorl.controller.group import Group, State
 from olmorl.controller.rollout import RolloutService
+from olmorl.controller.sampling import sample_prompt
 from olmorl.controller.scoring import Scorer
 from olmorl.controller.signal import Changed
+from olmorl.controller.starvation import Starvation
 from olmorl.data.prompt import Prompt
+from olmorl.data.selection import PromptSelection
+
+log = logging.getLogger(__name__)
+
+Drawn = tuple[list[Group], list[Group]]  # what is trained of a draw, and the rest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +45,16 @@ class Batch:
 
     version: int
     groups: list[Group]
+    surplus: list[Group]
+    """drawn for this batch and not trained; they hold their slots as long as those that are, for the bound on age
+    counts a batch's groups together"""
     seconds_waited_for_straggler: float
+
+
+class Prompts(Protocol):
+    @property
+    def has_next(self) -> bool: ...
+    def __next__(self) -> Prompt: ...
 
 
 class RolloutLoops:
@@ -44,18 +63,25 @@ class RolloutLoops:
         *,
         config: Config,
         buffer: RolloutBuffer,
-        prompts: Iterator[Prompt],
+        prompts: Prompts,
         service: RolloutService,
         scorer: Scorer,
         version: int,
         on_dropped: Callable[[Group], None],
+        selection: PromptSelection | None = None,
     ) -> None:
+        """`selection` is told what became of each group, and so of its row."""
         self._config = config
         self._buffer = buffer
         self._prompts = prompts
         self._service = service
         self._scorer = scorer
         self._on_dropped = on_dropped
+        self._selection = selection
+        self._starvation = Starvation(
+            groups_per_batch=config.rollout.prompts_per_step, patience=config.rollout.starvation_patience
+        )
+        self._starved: StarvationError | None = None
         self._changed = Changed()
         self._batches: asyncio.Queue[Batch] = asyncio.Queue(maxsize=1)
         self._next_batch_version = version
@@ -69,10 +95,16 @@ class RolloutLoops:
             tasks.create_task(self.batch())
 
     async def feed(self) -> None:
-        """Consumes the prompt stream, produces waiting groups; waits for a free slot; unblocked by a dropped group
-        or by weights that went live."""
+        """Consumes the prompt stream, produces waiting groups; waits for a free slot, and longer and longer while
+        nothing comes of it; unblocked by a dropped group or by weights that went live."""
         while True:
-            await self._changed.until(self._buffer.has_free_slot)
+            await self._changed.until(lambda: self._buffer.has_free_slot() and self._has_prompts)
+            if pause := self._starvation.next_pause():
+                told = self._starvation.describe()
+                log.warning("no batch can be filled: %s; the next prompt waits %.3g s", told, pause)
+                with suppress(TimeoutError):  # or until there is a batch
+                    async with asyncio.timeout(pause):
+                        await self._changed.until(self._buffer.has_enough_finished)
             prompt = next(self._prompts)
             seed = request_seed(self._config.run.seed, prompt)
             self._buffer.admit(prompt, version=self._live_version, seed=seed, now=time.time())
@@ -86,39 +118,144 @@ class RolloutLoops:
             await self._changed.until(self._buffer.has_waiting)
 
     async def _roll_out_group(self, group: Group) -> None:
-        params = training_params(self._config, seed=group.seed)
-        async with aclosing(self._service.generate(group.prompt.prompt_id, group.prompt.token_ids, params)) as arrivals:
-            async for samples in arrivals:
-                group.tokens_received += sum(len(sample.token_ids) for sample in samples)
-                group.samples += await self._scorer.score(group.prompt, samples)
-        group.samples.sort(key=lambda s: s.sample.sample_index)
-        self._buffer.finish(group)
-        loss = self._config.loss
-        has_signal = judge(
-            group, scale=self._config.reward.scale, kind=loss.advantage, mask_truncated=loss.mask_truncated
+        def received(samples: Sequence[RolloutSample]) -> None:
+            group.tokens_received += sum(len(sample.token_ids) for sample in samples)
+
+        await sample_prompt(
+            group.prompt,
+            request_id=group.prompt.prompt_id,
+            params=training_params(self._config, seed=group.seed),
+            service=self._service,
+            scorer=self._scorer,
+            received=received,
+            deliver=group.samples.extend,
         )
-        if not has_signal and self._config.rollout.active_sampling:
-            self._buffer.drop(group)
-            self._on_dropped(group)
+        group.samples.sort(key=lambda s: s.sample.sample_index)
+        loss, rollout = self._config.loss, self._config.rollout
+        group.has_signal = judge(
+            group,
+            scale=self._config.reward.scale,
+            kind=loss.advantage,
+            mask_truncated=loss.mask_truncated,
+            unscored=self._config.reward.unscored,
+        )
+        self._buffer.finish(group)
+        if not group.has_signal and rollout.active_sampling:
+            self._drop(group)
+        if rollout.oversampling or not self._buffer.has_enough_finished():
+            self._starvation.offered(group)
         self._changed.notify()
+
+    def _drop(self, group: Group) -> None:
+        self._buffer.drop(group)
+        self._record(group)
+        self._on_dropped(group)
 
     async def batch(self) -> None:
         """Consumes finished groups, produces batches; waits for enough of them, for a straggler, and for the queue
-        (one place); unblocked by roll_out and by the taking of a batch."""
+        (one place); unblocked by roll_out and by the taking of a batch. Ends when the run is starved."""
         while True:
             version = self._next_batch_version
-            await self._changed.until(self._buffer.has_enough_finished)
+            await self._changed.until(lambda: self._buffer.has_enough_finished() or self._why_no_batch)
             blocked_since = time.perf_counter()
-            groups = await self._changed.until(partial(self._buffer.take_batch, version))
+            found: Drawn | StarvationError = await self._changed.until(partial(self._look, version))
+            if isinstance(found, StarvationError):
+                self._starved = found
+                self._changed.notify()
+                return
             waited = time.perf_counter() - blocked_since
             self._next_batch_version += 1
-            await self._batches.put(Batch(version=version, groups=groups, seconds_waited_for_straggler=waited))
+            kept, surplus = found
+            batch = Batch(version=version, groups=kept, surplus=surplus, seconds_waited_for_straggler=waited)
+            await self._batches.put(batch)
+            self._changed.notify()
+
+    def _look(self, version: int) -> Drawn | StarvationError | None:
+        """A batch, or why there will be none."""
+        if self._outage is not None:
+            return StarvationError(self._outage)
+        while (groups := self._buffer.take_batch(version)) is not None:
+            if drawn := self._choose(groups):
+                return drawn
+        reason = self._why_no_batch
+        if reason is None:
+            return None
+        if self._config.rollout.on_starvation == "train_partial" and self._buffer.count(State.FINISHED):
+            partial_batch = self._buffer.take_batch(version, partial=True)
+            if partial_batch is None:
+                return None
+            if drawn := self._choose(partial_batch):
+                log.warning("training a batch of %d groups: %s", len(drawn[0]), reason)
+                return drawn
+        return StarvationError(reason)
+
+    def _choose(self, groups: list[Group]) -> Drawn | None:
+        """Those of a taken batch that are trained, and the rest; None, and all dropped, if there is none to train."""
+        rollout = self._config.rollout
+        kept: list[Group] = groups
+        surplus: list[Group] = []
+        if rollout.oversampling:
+            kept, surplus = keep_signal(groups, at_most=rollout.prompts_per_step)
+        if kept:
+            self._starvation.filled()
+            return kept, surplus
+        for group in surplus:
+            self._drop(group)
+        self._changed.notify()
+        return None
+
+    @property
+    def _has_prompts(self) -> bool:
+        return self._prompts.has_next and not self._starvation.exhausted
+
+    @property
+    def _outage(self) -> str | None:
+        limit = self._config.reward.outage_seconds
+        seconds, trouble = self._scorer.outage()
+        if limit is None or seconds < limit:
+            return None
+        return f"no verdicts for {seconds:.0f} s, reward.outage_seconds is {limit:g}: {trouble}"
+
+    @property
+    def _why_no_batch(self) -> str | None:
+        """Set when nothing can be judged, or when nothing is under way and nothing will be."""
+        if self._outage is not None:
+            return self._outage
+        if self._has_prompts or self._buffer.count(State.WAITING, State.RUNNING):
+            return None
+        told, wanted = self._starvation.describe(), self._config.rollout.prompts_per_step
+        if not self._prompts.has_next:
+            rate = self._config.rollout.no_resampling_pass_rate
+            return f"every prompt has passed at a rate of {rate:g} or above and is retired ({told})"
+        return (
+            f"no batch of {wanted} groups with signal can be filled: {told}. Train on other prompts, or raise "
+            "rollout.starvation_patience or rollout.samples_per_prompt"
+        )
 
     async def next_batch(self) -> Batch:
-        return await self._batches.get()
+        """Raises StarvationError when there will be no other."""
+        return await self._changed.until(self._fetch)
+
+    def _fetch(self) -> Batch | None:
+        if not self._batches.empty():
+            return self._batches.get_nowait()
+        if self._starved is not None:
+            raise self._starved
+        return None
 
     def trained(self, batch: Batch) -> None:
-        self._buffer.trained(batch.groups, made_version=batch.version + 1)
+        self._buffer.trained([*batch.groups, *batch.surplus], made_version=batch.version + 1)
+        if self._selection is not None:
+            self._selection.advance(batch.version + 1)
+        for group in batch.groups:
+            self._record(group)
+        for group in batch.surplus:
+            self._record(group)
+            self._on_dropped(group)
+
+    def _record(self, group: Group) -> None:
+        if self._selection is not None:
+            self._selection.record(group.prompt, pass_rate=group.pass_rate, has_signal=group.has_signal)
 
     def published(self, version: int) -> None:
         """Weights of `version` serve on every engine."""

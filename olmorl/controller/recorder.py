@@ -93,11 +93,11 @@ class Recorder:
         samples = [s for group in groups for s in group.samples]
         for s in samples:
             assert s.fate is not None, f"sample {s.sample.request_id}/{s.sample.sample_index} has no fate"
-            self._ledger.add(s.fate.value, len(s.sample.token_ids))
+            self._ledger.add(s.fate.value, s.num_drawn)
         totals = self.totals
         totals.episodes += len(samples)
-        totals.tokens += sum(len(s.sample.token_ids) for s in samples)
-        totals.trained_tokens += sum(len(s.sample.token_ids) for s in samples if s.fate is Fate.TRAINED)
+        totals.tokens += sum(s.num_drawn for s in samples)
+        totals.trained_tokens += sum(s.num_drawn for s in samples if s.fate is Fate.TRAINED)
         totals.seconds = self._seconds_before + now - self._t_started
         rewards = [s.reward for s in samples if s.reward is not None]
         if rewards:
@@ -141,6 +141,7 @@ class Recorder:
         step_metrics.add_learner_time(bag, self._learner_time_before, learner_time)
         if step.groups:
             step_metrics.add_rollouts(bag, step.groups, version=step.number - 1)
+            step_metrics.add_selection(bag, step.groups)
             step_metrics.add_training(
                 bag, step.reports, peak_flops=self._fleet.learner_peak_flops, seconds=step.times.step
             )
@@ -175,7 +176,7 @@ class Recorder:
         self._ledger.add("surplus", pending_tokens)
         for group in self._dropped:
             for s in group.samples:
-                self._ledger.add(s.fate.value if s.fate else "error", len(s.sample.token_ids))
+                self._ledger.add(s.fate.value if s.fate else "error", s.num_drawn)
         self._ledger.check(received_tokens)
         self._add_up_waste()
 

@@ -21,6 +21,8 @@ FILE = "driver.json"
 
 
 class PromptSource(Protocol):
+    @property
+    def has_next(self) -> bool: ...
     def next(self) -> Prompt: ...
     def prompt_at(self, epoch: int, position: int) -> Prompt: ...
     def state(self) -> dict[str, Any]: ...
@@ -39,6 +41,10 @@ class PromptQueue:
 
     def __next__(self) -> Prompt:
         return self._again.popleft() if self._again else self._source.next()
+
+    @property
+    def has_next(self) -> bool:
+        return bool(self._again) or self._source.has_next
 
     def state(self) -> dict[str, Any]:
         return self._source.state()

@@ -32,6 +32,8 @@ class _Issued:
     priority: int
     missing: set[int]
     """sample indices not received yet"""
+    prefer: str | None = None
+    """the worker that should take it"""
     lease: int = 0
     worker: str | None = None
     inbox: asyncio.Queue[RolloutSample] = field(default_factory=asyncio.Queue)
@@ -119,15 +121,24 @@ class RolloutService:
     # Requests
 
     async def generate(
-        self, request_id: str, prompt_token_ids: np.ndarray, params: SamplingParams, *, priority: int = 0
+        self,
+        request_id: str,
+        prompt_token_ids: np.ndarray,
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        sample_indices: tuple[int, ...] | None = None,
+        prefer: str | None = None,
     ) -> AsyncGenerator[list[RolloutSample], None]:
-        """Yields the params.n samples of one prompt as they finish, some at a time. Who may stop early closes it."""
+        """Yields the params.n samples of one prompt, or those of `sample_indices`, as they finish, some at a time. Who
+        may stop early closes it. `prefer` names the worker that has most of the prompt's KV."""
         await self._gate.until(lambda: self._open or priority < 0)
         assert request_id not in self._issued, f"request {request_id} is already in flight"
-        issued = _Issued(request_id, prompt_token_ids, params, priority, missing=set(range(params.n)))
+        missing = set(range(params.n) if sample_indices is None else sample_indices)
+        issued = _Issued(request_id, prompt_token_ids, params, priority, missing, prefer)
         self._issued[request_id] = issued
         self._issue(issued)
-        undelivered = params.n
+        undelivered = len(missing)
         try:
             while undelivered:
                 samples = [await issued.inbox.get()]
@@ -180,7 +191,7 @@ class RolloutService:
         """Send what is missing to the least busy worker, under a new lease."""
         self._next_lease += 1
         issued.lease = self._next_lease
-        issued.worker = self._router.pick(len(issued.missing))
+        issued.worker = self._router.pick(len(issued.missing), prefer=issued.prefer)
         if issued.worker is None:
             self._homeless.append(issued)
             return

@@ -11,11 +11,13 @@ class Router:
     def remove(self, worker: str) -> None:
         del self._samples_in_hand[worker]
 
-    def pick(self, num_samples: int) -> str | None:
-        """Samples of a group stay on one worker: they share the prompt's KV blocks. None while there is no worker."""
+    def pick(self, num_samples: int, *, prefer: str | None = None) -> str | None:
+        """Samples of a group stay on one worker: they share the prompt's KV blocks. `prefer` is taken while it is
+        there: it has the KV of the turns before. None while there is no worker."""
         if not self._samples_in_hand:
             return None
-        worker = min(self._samples_in_hand, key=lambda name: self._samples_in_hand[name])
+        least_busy = min(self._samples_in_hand, key=lambda name: self._samples_in_hand[name])
+        worker = prefer if prefer in self._samples_in_hand else least_busy
         self._samples_in_hand[worker] += num_samples
         return worker
 

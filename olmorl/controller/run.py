@@ -97,7 +97,14 @@ class Run:
         placement = plan_placement(config)
         check_placement(placement, address=config.cluster.address)
         self._thread.start()
-        self._scorer = self._do(Scorer.start(config.reward, verifiers=inputs.verifiers))
+        self._scorer = self._do(
+            Scorer.start(
+                config.reward,
+                verifiers=inputs.verifiers,
+                environments=inputs.environments,
+                tokenizer=inputs.tokenizer,
+            )
+        )
         self._do(self._scorer.check_truths(inputs.examples))
         attempt, checkpoint = directory.prepare(resume=self._resume)
         write_atomically(directory.config_file, dump_toml(config))

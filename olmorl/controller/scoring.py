@@ -6,9 +6,12 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 
+from transformers import PreTrainedTokenizerFast
+
 from olmorl.config.schema import RewardSection
 from olmorl.contract.errors import ConfigError
 from olmorl.contract.generation import RolloutSample
+from olmorl.controller.environments import Environments
 from olmorl.controller.group import ScoredSample
 from olmorl.controller.truth_check import check_truths
 from olmorl.data.prompt import EncodedExample, Prompt
@@ -19,6 +22,12 @@ from olmorl.rewards.verdict import Verdict, VerifierJob
 from olmorl.rewards.verifier import canonical_name, choose_verifiers
 
 log = logging.getLogger(__name__)
+
+MEANINGS = {
+    "drop_sample": "such samples are not trained",
+    "drop_group": "groups with such a sample are not trained",
+    "zero": "such samples count as 0",
+}
 
 
 def verifiers_to_load(section: RewardSection, named: Iterable[str | None]) -> tuple[str, ...]:
@@ -42,20 +51,40 @@ def verifier_settings(section: RewardSection) -> VerifierSettings:
 class Scorer:
     """Scores samples in the verifier processes of `pool`."""
 
-    def __init__(self, pool: VerifierPool, *, section: RewardSection) -> None:
+    def __init__(self, pool: VerifierPool, *, section: RewardSection, environments: Environments | None = None) -> None:
         self._pool = pool
+        self.environments = environments
         self._remap = section.remap
         self._weights = {canonical_name(name): weight for name, weight in section.weights.items()}
         self._seconds = 0.0
+        self._unscored = section.unscored
         self._told: set[str] = set()
 
     @classmethod
-    async def start(cls, section: RewardSection, *, verifiers: Sequence[str]) -> "Scorer":
+    async def start(
+        cls,
+        section: RewardSection,
+        *,
+        verifiers: Sequence[str],
+        environments: Sequence[str] = (),
+        tokenizer: PreTrainedTokenizerFast | None = None,
+    ) -> "Scorer":
+        """Environments need the `tokenizer` of the model. Raises ConfigError."""
         settings = verifier_settings(section)
         timeout = section.timeout_seconds
         pool = VerifierPool(verifiers, workers=section.workers, timeout_seconds=timeout, settings=settings)
         await pool.start()
-        return cls(pool, section=section)
+        if not environments:
+            return cls(pool, section=section)
+        assert tokenizer is not None, "environments need a tokenizer"
+        try:
+            started = await Environments.start(
+                environments, tokenizer=tokenizer, workers=section.workers, timeout_seconds=timeout, settings=settings
+            )
+        except BaseException:
+            await pool.close()
+            raise
+        return cls(pool, section=section, environments=started)
 
     async def check_truths(self, examples: Sequence[EncodedExample]) -> None:
         """Raises DataError if a ground truth cannot be judged by its verifier."""
@@ -86,8 +115,9 @@ class Scorer:
         if verdict.status != "scored" and verdict.status not in self._told:
             self._told.add(verdict.status)
             names = ", ".join(check.verifier or "" for check in prompt.checks)
-            said = "%s: %s: verdict %r (%s); such samples are not trained"
-            log.warning(said, prompt.place or prompt.prompt_id, names, verdict.status, verdict.detail)
+            meaning = MEANINGS[self._unscored[verdict.status]]
+            place = prompt.place or prompt.prompt_id
+            log.warning("%s: %s: verdict %r (%s); %s", place, names, verdict.status, verdict.detail, meaning)
 
     async def _judge(self, prompt: Prompt, sample: RolloutSample) -> Verdict:
         names = []
@@ -107,6 +137,10 @@ class Scorer:
         weights = [self._weights.get(canonical_name(name), 1.0) for name in names]
         return combine(await self._pool.score(jobs), weights, names=names)
 
+    def outage(self) -> tuple[float, str]:
+        """For how many seconds a judge or code server has been down, and what it said last; 0 if none is."""
+        return self._pool.outage()
+
     def drain_seconds(self) -> float:
         """Seconds that samples waited for verdicts since the last call, added up over concurrent calls."""
         seconds, self._seconds = self._seconds, 0.0
@@ -114,3 +148,5 @@ class Scorer:
 
     async def close(self) -> None:
         await self._pool.close()
+        if self.environments is not None:
+            await self.environments.close()

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from learner.pack import pack
 from olmorl.config.schema import Config
+from olmorl.contract.errors import StarvationError
 from olmorl.controller.admission import train_samples
 from olmorl.controller.background import Background
 from olmorl.controller.buffer import RolloutBuffer
@@ -25,6 +26,7 @@ from olmorl.controller.scoring import Scorer
 from olmorl.controller.step_metrics import StepTimes
 from olmorl.controller.supervisor import EngineSupervisor, watch_learners
 from olmorl.controller.sync import WeightSync
+from olmorl.data.selection import PromptSelection
 from olmorl.metrics.time_ledger import TimeLedger
 from olmorl.metrics.timeline import Timeline
 
@@ -50,6 +52,7 @@ class Session:
         recorder: Recorder,
         timeline: Timeline | None,
         learner_time: TimeLedger,
+        selection: PromptSelection,
         version: int,
     ) -> None:
         self._config = config
@@ -64,10 +67,12 @@ class Session:
         self._recorder = recorder
         self._timeline = timeline
         self._learner_time = learner_time
+        rollout = config.rollout
         self._buffer = RolloutBuffer(
-            groups_per_batch=config.rollout.prompts_per_step,
-            async_steps=config.rollout.async_steps,
-            window=config.rollout.staleness_window,
+            groups_per_batch=rollout.prompts_per_step * (rollout.oversampling or 1),
+            async_steps=rollout.async_steps,
+            window=rollout.staleness_window,
+            max_overtaken=0 if rollout.oversampling else rollout.max_overtaken,
         )
         self._loops = RolloutLoops(
             config=config,
@@ -77,7 +82,9 @@ class Session:
             scorer=scorer,
             version=version,
             on_dropped=recorder.dropped,
+            selection=selection,
         )
+        self._selection = selection
         self._background = Background()
         self._step = Step(number=version)
         self._state: DriverState | None = None
@@ -100,8 +107,15 @@ class Session:
         self._background.start_loop("rollouts", self._loops.run())
 
     async def next_batch(self) -> Batch:
+        """Raises StarvationError, with the step before saved, when there will be no other."""
         started = time.perf_counter()
-        batch = await self._background.unless_failed(self._loops.next_batch())
+        try:
+            batch = await self._background.unless_failed(self._loops.next_batch())
+        except StarvationError:
+            if self._state is not None:
+                await self._save(self._state)
+            await self._background.finish_job(CHECKPOINT)
+            raise
         self._times.wait_for_batch = time.perf_counter() - started
         self._times.wait_for_straggler = batch.seconds_waited_for_straggler
         return batch
@@ -133,7 +147,7 @@ class Session:
         self.version = batch.version + 1
         self._step = self._recorder.trained(self.version, batch.groups, reports, self._times)
         self._times = StepTimes()
-        self._state = self._capture() if self._checkpoint_due else None
+        self._state = self._capture()
         return dict(reports[0].metrics)
 
     async def publish(self) -> None:
@@ -158,9 +172,11 @@ class Session:
         Returns when the learners have copied their state; the files are written while training goes on. Waits for the
         checkpoint before this one.
         """
-        if self._state is None:
-            return
-        state, self._state = self._state, None
+        if self._state is not None and self._checkpoint_due:
+            await self._save(self._state)
+
+    async def _save(self, state: DriverState) -> None:
+        self._state = None
         await self.settle()
         started = time.perf_counter()
         await self._background.finish_job(CHECKPOINT)
@@ -236,6 +252,9 @@ class Session:
             "faults/worker_restarts": self._supervisor.restarts,
             "faults/prompts_reissued": self._service.reissued_requests,
             "sync/failures": self._sync.failures,
+            "active_sampling/retired_prompts": self._selection.num_retired,
+            "active_sampling/resting_prompts": self._selection.num_resting,
+            "active_sampling/skipped_prompts": self._selection.num_skipped,
         }
 
     @property

@@ -5,8 +5,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from olmorl.contract.training import StepReport
 from olmorl.controller.admission import token_versions
 from olmorl.controller.evaluate import Evaluation
@@ -45,22 +43,50 @@ def add_rollouts(bag: MetricBag, groups: Sequence[Group], *, version: int) -> No
                 bag.add("reward/solve_rate", float(s.reward >= 1))
                 if source := group.prompt.data_source:
                     bag.add(f"reward/{source}/mean", s.reward)
-            length = len(s.sample.token_ids)
+            length = s.num_drawn
             bag.add("reward/unscored_fraction", float(s.reward is None))
+            for verdict in ("timeout", "error", "unscorable"):
+                bag.add(f"verdict/{verdict}", float(s.verdict == verdict), reduce="sum")
             bag.add("rollout/response_length_mean", length)
             bag.add("rollout/response_length_max", length, reduce="max")
             bag.add("rollout/response_length_p95", length, reduce="p95")
             bag.add("rollout/truncated_fraction", float(s.sample.finish_reason == "length"))
             if s.fate is Fate.TRAINED:
-                bag.add("off_policy/token_age_mean", version - token_versions(s))
+                bag.add("off_policy/token_age_mean", version - token_versions(s)[s.loss_mask])
         no_signal = not any(s.fate in (Fate.TRAINED, Fate.TRUNCATED) for s in group.samples)
         bag.add("reward/zero_variance_fraction", float(no_signal))
 
 
+def add_selection(bag: MetricBag, groups: Sequence[Group]) -> None:
+    """What was kept of what was offered, by length and pass rate; and whether groups that end early go first.
+
+    Offered are all groups that met their fate in this step, kept those that are trained. Of the kept, some had been
+    overtaken by a batch of younger groups: if these are longer than the others, short ones are trained first.
+    """
+    kept = [group for group in groups if any(s.fate is Fate.TRAINED for s in group.samples)]
+    for name, some in (("offered", groups), ("kept", kept)):
+        bag.add(f"active_sampling/{name}_groups", len(some), reduce="sum")
+        bag.add(f"active_sampling/{name}_length_mean", _lengths(some))
+        rates = [rate for group in some if (rate := group.pass_rate) is not None]
+        for bin, (low, high) in PASS_RATE_BINS.items():
+            bag.add(f"active_sampling/{name}_pass_rate/{bin}", [float(low <= rate <= high) for rate in rates])
+    bag.add("active_sampling/overtaken_fraction", [float(group.overtaken) for group in kept])
+    bag.add("active_sampling/overtaken_length_mean", _lengths([group for group in kept if group.overtaken]))
+    bag.add("active_sampling/on_time_length_mean", _lengths([group for group in kept if not group.overtaken]))
+
+
+_INSIDE = 1e-9
+PASS_RATE_BINS = {"none": (0.0, 0.0), "low": (_INSIDE, 0.5), "high": (0.5 + _INSIDE, 1 - _INSIDE), "all": (1.0, 1.0)}
+
+
+def _lengths(groups: Iterable[Group]) -> list[int]:
+    return [s.num_drawn for group in groups for s in group.samples]
+
+
 def add_progress(bag: MetricBag, groups: Sequence[Group], *, seconds: float) -> None:
     trained = [s for group in groups for s in group.samples if s.fate is Fate.TRAINED]
-    bag.add("throughput/trained_tokens_per_second", sum(len(s.sample.token_ids) for s in trained) / seconds)
-    bag.add("throughput/goodput", sum(len(s.sample.token_ids) for s in trained if s.advantage) / seconds)
+    bag.add("throughput/trained_tokens_per_second", sum(s.num_drawn for s in trained) / seconds)
+    bag.add("throughput/goodput", sum(s.num_drawn for s in trained if s.advantage) / seconds)
     bag.add("progress/epoch", max(group.prompt.epoch for group in groups), reduce="max")
 
 
@@ -186,7 +212,7 @@ def rollout_rows(groups: Iterable[Group], *, step: int, attempt: int, t_trained:
                     data_source=group.prompt.data_source,
                     prompt_token_ids=group.prompt.token_ids,
                     token_ids=s.sample.token_ids,
-                    loss_mask=np.full(len(s.sample.token_ids), trained),
+                    loss_mask=s.loss_mask & trained,
                     logprobs=s.sample.logprobs,
                     raw_logprobs=s.sample.raw_logprobs,
                     version_spans=s.sample.version_spans,

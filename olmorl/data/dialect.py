@@ -6,7 +6,7 @@ exist is for the rewards to say.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from olmorl.contract.errors import DataError
@@ -41,11 +41,17 @@ class Example:
     checks: tuple[Check, ...]
     data_source: str
     """names the row's rewards in the metrics"""
+    environment: str | None = None
 
 
 def read_example(row: Row, *, place: str, source: str, columns: Columns | None = None) -> Example:
     """`source` names the data source of rows that name none. Raises DataError."""
-    columns = columns or Columns()
+    example = _read_example(row, place, source, columns or Columns())
+    environment = row.get("environment")
+    return replace(example, environment=environment) if isinstance(environment, str) and environment else example
+
+
+def _read_example(row: Row, place: str, source: str, columns: Columns) -> Example:
     if columns.prompt is None and columns.answer is None:
         if "messages" in row and "dataset" in row:
             return _read_open_instruct(row, place)

@@ -27,6 +27,8 @@ class EncodedExample:
     data_source: str
     place: str = ""
     """where the row stands: file:line, or source:row"""
+    environment: str | None = None
+    """what the model talks to before it is judged"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 import logging
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from olmorl.config.schema import SourceSection
 from olmorl.contract.errors import DataError
@@ -35,6 +35,11 @@ class PromptSet:
         return tuple(dict.fromkeys(check.verifier for example in self.examples for check in example.checks))
 
     @property
+    def environments(self) -> tuple[str, ...]:
+        """Every environment the rows name."""
+        return tuple(dict.fromkeys(example.environment for example in self.examples if example.environment))
+
+    @property
     def fingerprint(self) -> str:
         """Changes with any kept prompt, their order, ground truths and mixture: a cursor is of no use then."""
         crc = 0
@@ -53,9 +58,10 @@ def load_prompts(
     encoder: PromptEncoder,
     max_prompt_tokens: int,
     verifiers: Sequence[str] | None = None,
+    environment: str | None = None,
 ) -> PromptSet:
-    """Read `sources` in order. Prompts longer than `max_prompt_tokens` are left out, counted and said. `verifiers` take
-    the place of what rows and sources say.
+    """Read `sources` in order. Prompts longer than `max_prompt_tokens` are left out, counted and said. `verifiers` and
+    `environment` take the place of what rows and sources say.
 
     Raises DataError for what cannot be read, and when nothing is left of a source.
     """
@@ -66,6 +72,8 @@ def load_prompts(
     first = 0
     for section in sections:
         encoded = _encode_source(section, first=first, encoder=encoder, verifiers=verifiers)
+        if environment is not None:
+            encoded = [replace(example, environment=environment) for example in encoded]
         first += len(encoded)
         kept = _keep_short(section, encoded, max_prompt_tokens)
         sizes.append(len(kept))
@@ -87,11 +95,13 @@ def _encode_source(
     texts: list[str] = []
     checks: list[tuple[Check, ...]] = []
     names: list[str] = []
+    environments: list[str | None] = []
     for place, row in read_source(source):
         places.append(place)
         texts.append(encoder.render(row.prompt, place=place))
         checks.append(row.checks if verifiers is None else assign_verifiers(row.checks, verifiers, place=place))
         names.append(row.data_source)
+        environments.append(row.environment)
     if not places:
         raise DataError(f"{source.path}: the source holds no rows")
     encoded = encoder.encode(texts)
@@ -106,6 +116,7 @@ def _encode_source(
             checks=checks[i],
             data_source=names[i],
             place=places[i],
+            environment=environments[i],
         )
         for i, token_ids in enumerate(encoded)
     ]

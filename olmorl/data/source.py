@@ -3,6 +3,7 @@
 import itertools
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from olmorl.config.schema import PROCEDURAL, SourceSection
@@ -20,10 +21,8 @@ def read_source(source: SourceSection) -> Iterator[tuple[str, Example]]:
         checks = example.checks
         if source.verifier is not None:
             checks = assign_verifiers(checks, source.verifier, place=place)
-        yield (
-            place,
-            Example(prompt=example.prompt, checks=checks, data_source=source.name or example.data_source),
-        )
+        name, environment = source.name or example.data_source, source.environment or example.environment
+        yield place, replace(example, checks=checks, data_source=name, environment=environment)
 
 
 def source_name(source: SourceSection) -> str:

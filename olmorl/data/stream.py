@@ -31,6 +31,11 @@ class PromptStream:
         self.epoch = 0
         self.position = 0
 
+    @property
+    def has_next(self) -> bool:
+        """A stream has no end."""
+        return True
+
     def next(self) -> Prompt:
         prompt = self.prompt_at(self.epoch, self.position)
         self.position += 1

@@ -9,6 +9,11 @@ import re
 _GROUPS = {
     "progress": "step episodes epoch tokens_total",
     "reward": "mean std solve_rate <source>/mean zero_variance_fraction unscored_fraction",
+    "verdict": "timeout error unscorable",
+    "active_sampling": (
+        "offered_groups kept_groups offered_length_mean kept_length_mean offered_pass_rate/<bin> kept_pass_rate/<bin> "
+        "overtaken_fraction overtaken_length_mean on_time_length_mean retired_prompts resting_prompts skipped_prompts"
+    ),
     "rollout": "response_length_mean response_length_max response_length_p95 truncated_fraction entropy",
     "off_policy": (
         "version_lag_mean version_lag_max token_age_mean importance_ratio_mean importance_ratio_max "

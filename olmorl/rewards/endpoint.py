@@ -46,34 +46,47 @@ class Endpoint:
         self._interval = 1.0 / requests_per_second if requests_per_second else 0.0
         self._next_start = 0.0
         self._resume_at = 0.0
+        self._pause = 0.0
+        self._down_since = self._last_failure = 0.0
         self.trouble = ""
         """the last failure, "" after a success: what a late verdict is told to be late for"""
         self.requests = 0
 
     async def post(self, path: str, body: dict) -> object:
         """The JSON of the answer. Raises Refused; else waits for as long as it takes."""
-        pause = FIRST_PAUSE_SECONDS
         while True:
             async with self._free:
                 await self._turn()
+                started = time.monotonic()
                 try:
                     self.requests += 1
                     reply = await self._client.post(path.lstrip("/"), json=body)
                 except httpx.HTTPError as error:
-                    failure, wait = f"{type(error).__name__}: {error}", pause
+                    failure, wait = f"{type(error).__name__}: {error}", 0.0
                 else:
-                    if reply.is_success:
-                        self.trouble = ""
-                        return _read_json(reply)
-                    failure = f"HTTP {reply.status_code}: {reply.text[:200]}"
                     if reply.status_code not in AGAIN:
-                        raise Refused(failure)
-                    wait = max(pause, _retry_after(reply))
-            if not self.trouble:
-                log.warning("%s does not answer, asking again: %s", self._client.base_url, failure)
-            self.trouble = failure
-            self._resume_at = max(self._resume_at, time.monotonic() + wait * random.uniform(0.75, 1.0))
-            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+                        self.trouble, self._pause = "", 0.0
+                        if reply.is_success:
+                            return _read_json(reply)
+                        raise Refused(f"HTTP {reply.status_code}: {reply.text[:200]}")
+                    failure, wait = f"HTTP {reply.status_code}: {reply.text[:200]}", _retry_after(reply)
+            self._failed(failure, wait, started=started)
+
+    def _failed(self, failure: str, wait: float, *, started: float) -> None:
+        """All requests pause, longer after each try that fails; those that were out at the same time are one try."""
+        now = time.monotonic()
+        if not self.trouble:
+            log.warning("%s does not answer, asking again: %s", self._client.base_url, failure)
+            self._down_since = started
+        self.trouble, self._last_failure = failure, now
+        if started >= self._resume_at:
+            self._pause = min(max(2 * self._pause, FIRST_PAUSE_SECONDS), LONGEST_PAUSE_SECONDS)
+        self._resume_at = max(self._resume_at, now + max(self._pause, wait) * random.uniform(0.75, 1.0))
+
+    @property
+    def seconds_down(self) -> float:
+        """From the first to the last of the failures since an answer: while nobody asks, nothing is known."""
+        return self._last_failure - self._down_since if self.trouble else 0.0
 
     async def _turn(self) -> None:
         """Waits for the rate's next free moment, and for the end of a pause, which holds for all requests."""

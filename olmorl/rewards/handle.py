@@ -99,7 +99,7 @@ class VerifierProcess:
         left = len(jobs)
         try:
             async with asyncio.timeout(timeout):
-                await self._send([(j.verifier, j.completion, j.ground_truth, j.prompt, j.num_tokens) for j in jobs])
+                await self._send([_pack(job) for job in jobs])
             while left:
                 async with asyncio.timeout(timeout):
                     replies = await self._receive()
@@ -169,8 +169,14 @@ class VerifierProcess:
 
 
 def _deliver(replies: Sequence[tuple], answer: Callable[[Verdict], None]) -> None:
-    for status, reward, detail in replies:
-        answer(Verdict(status=status, reward=reward, detail=detail))
+    for status, reward, detail, observation in replies:
+        answer(Verdict(status=status, reward=reward, detail=detail, observation=observation))
+
+
+def _pack(job: VerifierJob) -> tuple:
+    """Plain values: a class's own pickle would cost more than most verdicts."""
+    episode = None if job.episode is None else tuple(job.episode)
+    return job.verifier, job.completion, job.ground_truth, job.prompt, job.num_tokens, episode
 
 
 def _search_path() -> str:

@@ -112,6 +112,10 @@ class Bench:
         return self._endpoint.trouble
 
     @property
+    def seconds_down(self) -> float:
+        return self._endpoint.seconds_down
+
+    @property
     def requests(self) -> int:
         return self._endpoint.requests
 

@@ -113,6 +113,10 @@ class VerifierPool:
         self.counts[verdict.status] += 1
         return verdict
 
+    def outage(self) -> tuple[float, str]:
+        """The longest time that an endpoint has been failing, in seconds, and its last failure."""
+        return self._remote.outage() if self._remote is not None else (0.0, "")
+
     async def close(self) -> None:
         """Kills the processes. Whoever still waits for a verdict gets a WorkerError."""
         for task in self._tasks:

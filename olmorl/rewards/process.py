@@ -23,7 +23,7 @@ from typing import BinaryIO
 
 from olmorl.contract.errors import ConfigError
 from olmorl.rewards.settings import VerifierSettings
-from olmorl.rewards.verdict import VerifierJob
+from olmorl.rewards.verdict import Episode, VerifierJob
 from olmorl.rewards.verifier import Verifier, counts_tokens, find_verifier, load_verifier, run_verifier
 
 HEADER = struct.Struct("<I")
@@ -43,16 +43,17 @@ def main(channel: int, lifeline: int) -> None:
     _write_frame(channel, {"ready": True})
     counting = {name for name, verifier in verifiers.items() if counts_tokens(verifier)}
     while payload := _read_frame(jobs):
-        for name, completion, ground_truth, prompt, num_tokens in pickle.loads(payload):
+        for name, completion, ground_truth, prompt, num_tokens, episode in pickle.loads(payload):
             job = VerifierJob(
                 verifier=name,
                 completion=completion,
                 ground_truth=ground_truth,
                 prompt=prompt,
                 num_tokens=num_tokens if name in counting else None,
+                episode=None if episode is None else Episode(*episode),
             )
             verdict = run_verifier(verifiers[name], job)
-            _write_frame(channel, (verdict.status, verdict.reward, verdict.detail[:MAX_DETAIL]))
+            _write_frame(channel, (verdict.status, verdict.reward, verdict.detail[:MAX_DETAIL], verdict.observation))
 
 
 def die_with_parent(lifeline: int) -> None:

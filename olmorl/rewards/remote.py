@@ -73,6 +73,9 @@ class RemoteVerifiers:
             why = f"; {verifier.trouble}" if verifier.trouble else ""
             return Verdict(status="timeout", detail=f"not judged within {timeout:g} s{why}")
 
+    def outage(self) -> tuple[float, str]:
+        return max(((e.seconds_down, e.trouble) for e in self._endpoints), default=(0.0, ""))
+
     async def close(self) -> None:
         for endpoint in self._endpoints:
             await endpoint.close()

@@ -1,9 +1,16 @@
 """What is asked of a verifier, and what it says. A failure to judge is a status of its own, never a reward of 0."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Status = Literal["scored", "timeout", "error", "unscorable"]
+
+
+class Episode(NamedTuple):
+    """What an environment is asked: to go on after these turns of the model."""
+
+    turns: tuple[str, ...]
+    seed: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,6 +22,8 @@ class VerifierJob:
     prompt: str | None = None
     num_tokens: int | None = None
     """of the completion; for verifiers that have a parameter of this name"""
+    episode: Episode | None = None
+    """set for environments alone, which look at it in place of the completion"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +32,8 @@ class Verdict:
     reward: float | None = None
     """None unless scored; a completion without an answer is scored 0"""
     detail: str = ""
+    observation: str | None = None
+    """of an environment: what the model reads next; None ends the episode"""
 
     def __post_init__(self) -> None:
         assert (self.reward is not None) == (self.status == "scored"), f"{self.status} with reward {self.reward}"

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import cast
 
 from olmorl.contract.errors import ConfigError
+from olmorl.rewards.episode import EpisodePlayer, is_environment
 from olmorl.rewards.settings import VerifierSettings
 from olmorl.rewards.verdict import Verdict, VerifierJob
 
@@ -130,6 +131,8 @@ def load_verifier(path: str, settings: VerifierSettings | None = None) -> Verifi
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise ConfigError(f"verifier {path!r}: {module_name} has no {part!r}{hint}")
         target = getattr(target, part)
+    if is_environment(target):
+        return EpisodePlayer(cast(type, target))
     if isinstance(target, type):
         from_settings = getattr(target, "from_settings", None)
         target = target() if from_settings is None else from_settings(settings or VerifierSettings())
@@ -148,6 +151,10 @@ def counts_tokens(verifier: Verifier) -> bool:
 def run_verifier(verifier: Verifier, job: VerifierJob) -> Verdict:
     """Judge one completion. An exception becomes an error verdict: it costs one sample, not the run."""
     try:
+        if job.episode is not None:
+            if isinstance(verifier, EpisodePlayer):
+                return verifier.play(job)
+            return Verdict(status="error", detail="not an environment: a class with `step` is one")
         if job.num_tokens is not None:  # set only for a verifier that counts
             counting = cast(Callable[..., object], verifier)
             return read_value(counting(job.completion, job.ground_truth, job.prompt, num_tokens=job.num_tokens))

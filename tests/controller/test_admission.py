@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from olmorl.contract.generation import FinishReason, RolloutSample
-from olmorl.controller.admission import judge, token_versions, train_samples
+from olmorl.controller.admission import judge, keep_signal, token_versions, train_samples
 from olmorl.controller.advantage import carries_signal
 from olmorl.controller.group import Fate, Group, ScoredSample
 from olmorl.data.prompt import Check, Prompt
@@ -69,6 +69,34 @@ def test_a_sample_without_a_score_leaves_the_group() -> None:
 def test_one_score_alone_carries_no_signal() -> None:
     assert judged(sample(0, 1.0), sample(1, None)) == (False, [Fate.ZERO_VARIANCE, Fate.ERROR])
     assert judged(sample(0, None), sample(1, None)) == (False, [Fate.ERROR, Fate.ERROR])
+
+
+def test_a_verdict_without_a_score_costs_what_the_policy_says() -> None:
+    def outcome(action: str, *, finish_reason: FinishReason = "stop") -> tuple[bool, list[Fate | None], list[float]]:
+        samples = [sample(0, 1.0), sample(1, None, finish_reason=finish_reason), sample(2, 0.0)]
+        policy = {"timeout": "drop_sample", "error": action, "unscorable": "drop_sample"}
+        signal = judge(group(*samples), scale=3.0, kind="centered", mask_truncated=False, unscored=policy)
+        assert samples[1].reward is None, "what was not scored is written down as such"
+        return signal, [s.fate for s in samples], [s.advantage for s in samples]
+
+    trained, error = Fate.TRAINED, Fate.ERROR
+    assert outcome("drop_sample") == (True, [trained, error, trained], [1.5, 0.0, -1.5])
+    assert outcome("drop_group") == (False, [error, error, error], [0.0, 0.0, 0.0])
+    assert outcome("zero") == (True, [trained, trained, trained], [2.0, -1.0, -1.0])
+    for action in ("drop_group", "zero"):  # what an engine gave up is no verdict
+        assert outcome(action, finish_reason="abort") == (True, [trained, Fate.ABORTED, trained], [1.5, 0.0, -1.5])
+
+
+def test_of_a_fixed_draw_the_surplus_is_dropped() -> None:
+    rewards = [(1.0, 0.0), (1.0, 1.0), (0.0, 1.0), (0.0, 0.0), (1.0, 0.0)]
+    groups = [group(sample(0, first), sample(1, second)) for first, second in rewards]
+    for made in groups:
+        made.has_signal = judge(made, scale=1.0, kind="centered", mask_truncated=False)
+    assert keep_signal(groups, at_most=4) == ([groups[0], groups[2], groups[4]], [groups[1], groups[3]])
+    kept, others = keep_signal(groups, at_most=2)
+    assert kept == [groups[0], groups[2]]
+    fates = [made.samples[0].fate for made in others]
+    assert fates == [Fate.ZERO_VARIANCE, Fate.ZERO_VARIANCE, Fate.SURPLUS]
 
 
 def test_truncated_samples_are_compared_and_masked() -> None:

@@ -93,21 +93,62 @@ def test_batch_waits_for_a_straggler_that_would_grow_too_old() -> None:
     assert buffer.take_batch(1) == [slow]
 
 
+def test_a_batch_overtakes_no_more_than_it_may() -> None:
+    buffer = RolloutBuffer(groups_per_batch=2, async_steps=1, window=2, max_overtaken=1)
+    groups = fill(buffer, version=0)
+    finish(buffer, [groups[2], groups[3]])
+    assert buffer.take_batch(0) is None, "two older ones are still under way"
+    buffer.finish(groups[1])
+    assert buffer.take_batch(0) == [groups[1], groups[2]]
+    assert [group.overtaken for group in groups] == [True, False, False, False]
+
+
+def test_order_of_admission() -> None:
+    buffer = RolloutBuffer(groups_per_batch=2, async_steps=1, window=2, max_overtaken=0)
+    groups = fill(buffer, version=0)
+    finish(buffer, groups[1:])
+    assert buffer.take_batch(0) is None
+    buffer.finish(groups[0])
+    assert buffer.take_batch(0) == groups[:2]
+    assert not any(group.overtaken for group in groups)
+
+
+def test_a_partial_batch_is_what_there_is() -> None:
+    buffer = RolloutBuffer(groups_per_batch=3, async_steps=1, window=2)
+    groups = fill(buffer, version=0)
+    finish(buffer, [])
+    assert buffer.take_batch(0, partial=True) is None
+    buffer.finish(groups[4])
+    assert buffer.take_batch(0) is None
+    assert buffer.take_batch(0, partial=True) == [groups[4]]
+
+
+def test_of_a_taken_round_some_may_be_dropped() -> None:
+    buffer = RolloutBuffer(groups_per_batch=2, async_steps=0, window=0)
+    finish(buffer, fill(buffer, version=0))
+    kept, dropped = buffer.take_batch(0) or []
+    buffer.drop(dropped)
+    buffer.trained([kept], made_version=1)
+    assert buffer.groups == [kept] and buffer.has_free_slot()
+
+
 @st.composite
-def shapes(draw: st.DrawFn) -> tuple[int, int, int]:
+def shapes(draw: st.DrawFn) -> tuple[int, int, int, int | None]:
     groups = draw(st.integers(1, 4))
     async_steps = draw(st.integers(0, 4))
     window = draw(st.integers(async_steps, 2 * async_steps + 1))
-    return groups, async_steps, window
+    return groups, async_steps, window, draw(st.sampled_from([None, 0, 1, 3]))
 
 
 @settings(max_examples=300, deadline=None)
 @given(shape=shapes(), data=st.data())
-def test_no_schedule_breaks_the_bound_or_blocks(shape: tuple[int, int, int], data: st.DataObject) -> None:
-    """Groups finish in any order, some are dropped, updates go live late: every batch stays within the window, no
-    prompt is trained twice, and training never comes to a halt."""
-    groups_per_batch, async_steps, window = shape
-    buffer = RolloutBuffer(groups_per_batch=groups_per_batch, async_steps=async_steps, window=window)
+def test_no_schedule_breaks_the_bound_or_blocks(shape: tuple[int, int, int, int | None], data: st.DataObject) -> None:
+    """Groups finish in any order, some are dropped, updates go live late: every batch stays within the window and
+    overtakes no more than it may, no prompt is trained twice, and training never comes to a halt."""
+    groups_per_batch, async_steps, window, max_overtaken = shape
+    buffer = RolloutBuffer(
+        groups_per_batch=groups_per_batch, async_steps=async_steps, window=window, max_overtaken=max_overtaken
+    )
     version = live = served = 0
     trained: set[str] = set()
     dropped: set[str] = set()
@@ -124,6 +165,8 @@ def test_no_schedule_breaks_the_bound_or_blocks(shape: tuple[int, int, int], dat
         batch = buffer.take_batch(version)
         if batch is not None:
             assert len(batch) == groups_per_batch
+            older = [group for group in running if group.order < batch[-1].order]
+            assert max_overtaken is None or len(older) <= max_overtaken
             for group in batch:
                 assert 0 <= version - group.admitted_version <= window
                 assert group.prompt.prompt_id not in trained | dropped

@@ -1,6 +1,8 @@
 """The loops against a real engine and real verifiers: batches with signal come, every token is accounted for."""
 
 import asyncio
+import json
+import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -8,16 +10,17 @@ from typing import Any
 import pytest
 
 from olmorl.config.schema import Config
-from olmorl.contract.errors import SyncError
+from olmorl.contract.errors import StarvationError, SyncError
 from olmorl.controller.background import Background
 from olmorl.controller.buffer import RolloutBuffer
 from olmorl.controller.compose import Inputs, load_inputs
 from olmorl.controller.evaluate import evaluate
 from olmorl.controller.group import Fate, Group, State
-from olmorl.controller.loop import RolloutLoops, request_seed
+from olmorl.controller.loop import Batch, RolloutLoops, request_seed
 from olmorl.controller.resume import PromptQueue
 from olmorl.controller.rollout import RolloutService
 from olmorl.controller.scoring import Scorer
+from olmorl.data.selection import PromptSelection
 from olmorl.data.stream import PromptStream
 
 MakeConfig = Callable[..., Config]
@@ -30,25 +33,36 @@ class Driver:
         self.config, self.inputs, self.service, self.scorer = config, inputs, service, scorer
         self.dropped: list[Group] = []
         self.buffer = RolloutBuffer(
-            groups_per_batch=config.rollout.prompts_per_step,
+            groups_per_batch=config.rollout.prompts_per_step * (config.rollout.oversampling or 1),
             async_steps=config.rollout.async_steps,
             window=config.rollout.staleness_window,
+            max_overtaken=0 if config.rollout.oversampling else config.rollout.max_overtaken,
+        )
+        rules = config.rollout
+        self.selection = PromptSelection(
+            PromptStream(inputs.train, seed=config.run.seed, shuffle=config.data.shuffle),
+            num_rows=len(inputs.train),
+            retire_pass_rate=rules.no_resampling_pass_rate,
+            rest_steps=rules.rest_steps,
         )
         self.loops = RolloutLoops(
             config=config,
             buffer=self.buffer,
-            prompts=PromptQueue(PromptStream(inputs.train, seed=config.run.seed)),
+            prompts=PromptQueue(self.selection),
             service=service,
             scorer=scorer,
             version=0,
             on_dropped=self.dropped.append,
+            selection=self.selection,
         )
         self.background = Background()
 
 
 def drive(config: Config, inputs: Inputs, engine: Any, scenario: Callable[[Driver], Awaitable[None]]) -> None:
     async def main() -> None:
-        scorer = await Scorer.start(config.reward, verifiers=inputs.verifiers)
+        scorer = await Scorer.start(
+            config.reward, verifiers=inputs.verifiers, environments=inputs.environments, tokenizer=inputs.tokenizer
+        )
         lost = asyncio.get_running_loop().create_future()
         service = RolloutService(on_lost=lambda name, reason: lost.set_exception(AssertionError(f"{name}: {reason}")))
         service.ensure_worker(engine)
@@ -156,6 +170,186 @@ def judge(completion, truth, prompt):
 
     config = quickstart_config("reward.verifier=half_broken:judge", "rollout.active_sampling=false")
     drive(config, load_inputs(config), engine, scenario)
+
+
+RIGHT, WRONG = "", "(?!)"  # regular expressions that every answer, or none, satisfies
+FLIP = """
+from collections import Counter
+asked = Counter()
+def judge(completion, truth, prompt):
+    asked[prompt] += 1
+    return asked[prompt] % 2  # so the samples of a group never agree
+"""
+
+
+@pytest.fixture
+def mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Writes a data file of so many rows that carry signal for certain, are always right, always wrong."""
+    (tmp_path / "flip.py").write_text(FLIP)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def write(*, signal: int, right: int, wrong: int) -> str:
+        rows = [
+            {"prompt": f"{i % 9 + 1}+{i // 9 + 1}+3=", "answer": "", "verifier": "flip:judge"} for i in range(signal)
+        ]
+        rows += [{"prompt": f"{i % 9 + 1}+1=", "answer": RIGHT, "verifier": "regex"} for i in range(right)]
+        rows += [{"prompt": f"{i % 9 + 1}+2=", "answer": WRONG, "verifier": "regex"} for i in range(wrong)]
+        file = tmp_path / "mixed.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return f"data.train={file}"
+
+    return write
+
+
+OWN = ("reward.verifier=none", "eval.data=none")  # the rows name their verifiers
+
+
+def train(driver: Driver, batch: Batch) -> None:
+    driver.loops.trained(batch)
+    driver.loops.published(batch.version + 1)
+
+
+@pytest.mark.parametrize("max_overtaken", [None, 0])
+def test_every_batch_is_full_of_signal_where_nine_tenths_carry_none(
+    quickstart_config: MakeConfig, engine: Any, mixed: Callable[..., str], max_overtaken: int | None
+) -> None:
+    async def scenario(driver: Driver) -> None:
+        driver.background.start_loop("rollouts", driver.loops.run())
+        orders: list[int] = []
+        for _ in range(4):
+            batch = await driver.background.unless_failed(driver.loops.next_batch())
+            assert len(batch.groups) == 2 and all(group.has_signal for group in batch.groups)
+            orders += [group.order for group in batch.groups]
+            train(driver, batch)
+        assert len(driver.dropped) > 20
+        assert {s.fate for group in driver.dropped for s in group.samples} == {Fate.ZERO_VARIANCE}
+        if max_overtaken == 0:
+            assert orders == sorted(orders), "not in the order of admission"
+
+    config = quickstart_config(*OWN, mixed(signal=10, right=45, wrong=45), f"rollout.max_overtaken={max_overtaken}")
+    drive(config, load_inputs(config), engine, scenario)
+
+
+def test_fixed_oversampling_trains_what_its_draw_happens_to_hold(
+    quickstart_config: MakeConfig, engine: Any, mixed: Callable[..., str]
+) -> None:
+    async def scenario(driver: Driver) -> None:
+        driver.background.start_loop("rollouts", driver.loops.run())
+        trained: list[Group] = []
+        sizes = []
+        for version in range(3):
+            batch = await driver.background.unless_failed(driver.loops.next_batch())
+            assert batch.version == version and all(group.has_signal for group in batch.groups)
+            sizes.append(len(batch.groups))
+            trained += batch.groups
+            train(driver, batch)
+        assert sizes == [2, 1, 2], "rows of the rounds that carry signal: 6, 1, none, 6; at most 2 are trained"
+        fates = {group.order: {s.fate for s in group.samples} for group in [*trained, *driver.dropped]}
+        assert [fates[order] for order in range(6)] == 2 * [{Fate.TRAINED}] + 4 * [{Fate.SURPLUS}]
+        assert [fates[order] for order in range(6, 18)] == [{Fate.TRAINED}] + 11 * [{Fate.ZERO_VARIANCE}]
+
+    config = quickstart_config(
+        *OWN,
+        mixed(signal=7, right=5, wrong=6),
+        "data.shuffle=false",
+        "rollout.active_sampling=false",
+        "rollout.oversampling=3",
+    )
+    drive(config, load_inputs(config), engine, scenario)
+
+
+def test_fixed_oversampling_does_not_stand_still_while_updates_lag(
+    quickstart_config: MakeConfig, engine: Any, mixed: Callable[..., str]
+) -> None:
+    """A draw's surplus gives its slots back with its batch, not before: else the engine draws ahead more groups at one
+    version than the window lets be trained."""
+
+    async def scenario(driver: Driver) -> None:
+        driver.background.start_loop("rollouts", driver.loops.run())
+        waiting: list[Batch] = []
+        for _ in range(8):
+            waiting.append(await driver.background.unless_failed(driver.loops.next_batch()))
+            driver.loops.trained(waiting[-1])
+            if len(waiting) == 3:
+                driver.loops.published(waiting.pop(0).version + 1)
+
+    config = quickstart_config(
+        *OWN, mixed(signal=2, right=0, wrong=4), "rollout.active_sampling=false", "rollout.oversampling=3"
+    )
+    drive(config, load_inputs(config), engine, scenario)
+
+
+@pytest.mark.parametrize(("policy", "trained"), [("train_partial", [1]), ("stop", [])])
+def test_a_starved_run_stops_or_trains_what_there_is(
+    quickstart_config: MakeConfig,
+    engine: Any,
+    mixed: Callable[..., str],
+    policy: str,
+    trained: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One row of twenty carries signal, and a batch is two: after sixteen groups the patience ends."""
+    monkeypatch.setattr("olmorl.controller.starvation.LONGEST_PAUSE_SECONDS", 0.25)
+
+    async def scenario(driver: Driver) -> None:
+        driver.background.start_loop("rollouts", driver.loops.run())
+        with pytest.raises(StarvationError) as caught:
+            while True:
+                batch = await driver.background.unless_failed(driver.loops.next_batch())
+                sizes.append(len(batch.groups))
+                train(driver, batch)
+        assert "no batch of 2 groups with signal can be filled: of the last 1" in str(caught.value)
+        assert "all wrong" in str(caught.value) and "(without signal: mixed 1" in str(caught.value)
+        with pytest.raises(StarvationError):  # and it stays so
+            await driver.loops.next_batch()
+        assert not driver.service.in_flight
+
+    sizes: list[int] = []
+    config = quickstart_config(
+        *OWN,
+        mixed(signal=1, right=0, wrong=19),
+        "data.shuffle=false",
+        "rollout.async_steps=0",
+        "rollout.no_resampling_pass_rate=0.01",
+        "rollout.starvation_patience=8",
+        f"rollout.on_starvation={policy}",
+    )
+    drive(config, load_inputs(config), engine, scenario)
+    assert sizes == trained
+
+
+def test_a_run_whose_prompts_are_all_solved_says_so(
+    quickstart_config: MakeConfig, engine: Any, mixed: Callable[..., str]
+) -> None:
+    async def scenario(driver: Driver) -> None:
+        driver.background.start_loop("rollouts", driver.loops.run())
+        with pytest.raises(StarvationError, match=r"every prompt has passed at a rate of 1 or above and is retired"):
+            await driver.background.unless_failed(driver.loops.next_batch())
+        assert driver.selection.num_retired == 3
+
+    config = quickstart_config(*OWN, mixed(signal=0, right=3, wrong=0), "rollout.no_resampling_pass_rate=1.0")
+    drive(config, load_inputs(config), engine, scenario)
+
+
+def test_a_judge_that_stays_down_ends_the_run_if_that_is_wished(
+    quickstart_config: MakeConfig, inputs: Inputs, engine: Any
+) -> None:
+    async def scenario(driver: Driver) -> None:
+        driver.background.start_loop("rollouts", driver.loops.run())
+        with pytest.raises(StarvationError, match=r"no verdicts for \d+ s, reward.outage_seconds is 0.1: Connect"):
+            await driver.background.unless_failed(driver.loops.next_batch())
+        assert all(s.verdict == "timeout" for group in driver.dropped for s in group.samples)
+
+    with socket.socket() as nobody:  # bound, and never listening
+        nobody.bind(("127.0.0.1", 0))
+        config = quickstart_config(
+            "reward.verifier=judge",
+            f"reward.judge_url=http://127.0.0.1:{nobody.getsockname()[1]}/v1",
+            "reward.judge_model=m",
+            "reward.timeout_seconds=1.0",
+            "reward.outage_seconds=0.1",
+        )
+        drive(config, load_inputs(config), engine, scenario)
 
 
 def test_evaluation_is_reproducible_and_of_one_version(

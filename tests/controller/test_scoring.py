@@ -87,6 +87,9 @@ def test_a_verdict_that_is_no_score_is_told_once(caplog: pytest.LogCaptureFixtur
     score(RewardSection(), prompt(Check("regex", "(")), sample(0, "a"), sample(1, "b"))
     (message,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert message.startswith("0_0: regex: verdict 'unscorable' (") and message.endswith("such samples are not trained")
+    caplog.clear()
+    score(RewardSection(on_unscorable="zero"), prompt(Check("regex", "(")), sample(0, "a"))
+    assert caplog.records[-1].getMessage().endswith("such samples count as 0")
 
 
 def test_what_does_not_fit_is_said_at_the_start() -> None:

@@ -109,6 +109,25 @@ def test_it_comes_back(serve) -> None:
     assert down.status == "timeout" and "HTTP 503" in down.detail and up.reward == 0.4
 
 
+def test_while_it_stays_down_it_is_asked_less_and_less(serve) -> None:
+    """Also by jobs that come later: the pause is the endpoint's, not the job's."""
+
+    async def main() -> tuple[list[Verdict], float, float]:
+        async with VerifierPool(["judge"], settings=settings(server.url), timeout_seconds=1.2) as pool:
+            assert pool.outage() == (0.0, "")
+            verdicts = [await pool.score([job(str(n)), job(f"{n}b")]) for n in range(2)]
+            (down, said), asked = pool.outage(), len(server.requests)
+            assert "HTTP 503" in said and asked <= 10, "0.25 + 0.5 + 1 s of pauses leave room for 4 tries of 2"
+            server.answer = lambda path, body: reply('{"score": 4}')
+            verdicts.append(await pool.score([job()], timeout_seconds=10))
+            return [v for some in verdicts for v in some], down, pool.outage()[0]
+
+    server = serve(lambda path, body: (503, {"error": "loading"}))
+    verdicts, down, after = asyncio.run(main())
+    assert [v.status for v in verdicts] == ["timeout"] * 4 + ["scored"]
+    assert 0.5 < down < 3.0 and after == 0.0
+
+
 @pytest.mark.parametrize(
     ("answer", "detail"),
     [

@@ -1,0 +1,68 @@
+"""What a step says of the choice it made among the groups that were offered."""
+
+import numpy as np
+
+from olmorl.contract.generation import RolloutSample
+from olmorl.controller.admission import judge
+from olmorl.controller.group import Group, ScoredSample
+from olmorl.controller.step_metrics import add_selection
+from olmorl.data.prompt import Check, Prompt
+from olmorl.metrics.bag import MetricBag
+from olmorl.metrics.names import is_declared
+
+
+def group(*rewards: float | None, length: int, overtaken: bool = False) -> Group:
+    prompt = Prompt(
+        index=0,
+        token_ids=np.array([1], np.int32),
+        text="",
+        checks=(Check("gsm8k", "1"),),
+        data_source="s",
+        epoch=0,
+        position=0,
+    )
+    samples = [
+        ScoredSample(
+            sample=RolloutSample(
+                request_id="0_0",
+                lease=1,
+                sample_index=index,
+                worker="w",
+                token_ids=np.zeros(length, np.int32),
+                logprobs=np.zeros(length, np.float32),
+                raw_logprobs=np.zeros(length, np.float32),
+                version_spans=((0, 0, length),),
+                text="",
+                finish_reason="stop",
+            ),
+            reward=reward,
+            verdict="timeout" if reward is None else "scored",
+        )
+        for index, reward in enumerate(rewards)
+    ]
+    made = Group(prompt=prompt, order=0, admitted_version=0, seed=0, t_admitted=0.0, samples=samples)
+    made.has_signal = judge(made, scale=1.0, kind="centered", mask_truncated=False)
+    made.overtaken = overtaken
+    return made
+
+
+def test_kept_against_offered() -> None:
+    groups = [
+        group(1.0, 0.0, 0.0, 0.0, length=10),
+        group(1.0, 1.0, 1.0, 0.0, length=30, overtaken=True),
+        group(1.0, 1.0, length=2),
+        group(0.0, 0.0, length=50),
+        group(None, None, length=7),
+    ]
+    bag = MetricBag()
+    add_selection(bag, groups)
+    metrics = bag.drain()
+    assert all(map(is_declared, metrics)), "a name that is not declared"
+    said = {name.removeprefix("active_sampling/"): round(value, 6) for name, value in metrics.items()}
+    assert (said["offered_groups"], said["kept_groups"]) == (5, 2)
+    assert said["kept_length_mean"] == 20 and said["offered_length_mean"] == round((160 + 4 + 100 + 14) / 14, 6)
+    offered = [said[f"offered_pass_rate/{bin}"] for bin in ("none", "low", "high", "all")]
+    kept = [said[f"kept_pass_rate/{bin}"] for bin in ("none", "low", "high", "all")]
+    assert offered == [0.25] * 4 and kept == [0, 0.5, 0.5, 0]
+    assert said["overtaken_fraction"] == 0.5
+    assert (said["overtaken_length_mean"], said["on_time_length_mean"]) == (30, 10)
