@@ -13,6 +13,7 @@ from olmorl.contract.training import ScoreRequest
 from olmorl.controller.canary import canary_sequences
 from olmorl.controller.cluster import Cluster, Remote
 from olmorl.controller.fleet import replace_engine, start_fleet
+from olmorl.controller.group import Group
 from olmorl.controller.placement import Placement
 from olmorl.controller.recorder import Recorder, Totals
 from olmorl.controller.resume import DriverState, PromptQueue
@@ -82,10 +83,10 @@ async def compose(
 ) -> Session:
     """Start the workers and join them, from `checkpoint` if there is one."""
     stream = PromptStream(inputs.train, seed=config.run.seed, shuffle=config.data.shuffle)
-    version, totals, prompts = 0, Totals(), PromptQueue(stream)
+    version, totals, prompts, groups = 0, Totals(), PromptQueue(stream), list[Group]()
     if checkpoint is not None:
-        state = DriverState.load(checkpoint, seed=config.run.seed)
-        version, totals, prompts = state.step, state.totals, state.prompts(stream)
+        state = DriverState.load(checkpoint, config=config)
+        version, totals, prompts, groups = state.step, state.totals, state.prompts(stream), state.groups(stream)
     fleet = await start_fleet(config, cluster=cluster, placement=placement)
     numbers = count(len(fleet.engines))  # a replacement never takes a name that was there before
 
@@ -119,6 +120,7 @@ async def compose(
         fleet=fleet,
         sinks=open_sinks(config, directory.path, first_step=version),
         totals=totals,
+        carried_tokens=sum(group.tokens_received for group in groups),
     )
     return Session(
         config=config,
@@ -131,6 +133,8 @@ async def compose(
         prompts=prompts,
         eval_prompts=inputs.eval,
         recorder=recorder,
+        attempt=attempt,
+        groups=groups,
         version=version,
     )
 

@@ -7,6 +7,7 @@ slots it frees are refilled, an evaluation may run on it, and its row is written
 import asyncio
 import time
 from collections.abc import Coroutine
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from learner.pack import pack
@@ -16,6 +17,7 @@ from olmorl.controller.background import Background
 from olmorl.controller.buffer import RolloutBuffer
 from olmorl.controller.evaluate import Evaluation, evaluate
 from olmorl.controller.fleet import Fleet
+from olmorl.controller.group import Group
 from olmorl.controller.loop import Batch, RolloutLoops
 from olmorl.controller.recorder import Recorder, Step, snapshot_stats
 from olmorl.controller.resume import DriverState, PromptQueue
@@ -47,8 +49,11 @@ class Session:
         prompts: PromptQueue,
         eval_prompts: list[Prompt],
         recorder: Recorder,
+        attempt: int,
+        groups: list[Group],
         version: int,
     ) -> None:
+        """`groups` were finished by an earlier attempt and wait to be trained at `version` or later."""
         self._config = config
         self._directory = directory
         self._fleet = fleet
@@ -59,11 +64,13 @@ class Session:
         self._prompts = prompts
         self._eval_prompts = eval_prompts
         self._recorder = recorder
+        self._attempt = attempt
         self._buffer = RolloutBuffer(
             groups_per_batch=config.rollout.prompts_per_step,
             async_steps=config.rollout.async_steps,
             window=config.rollout.staleness_window,
         )
+        self._buffer.restore(groups, version=version)
         self._loops = RolloutLoops(
             config=config,
             buffer=self._buffer,
@@ -77,7 +84,6 @@ class Session:
         self._step = Step(number=version)
         self._state: DriverState | None = None
         self._times = StepTimes()
-        self._pending_tokens = 0
         self.version = version
 
     async def start(self) -> None:
@@ -151,6 +157,9 @@ class Session:
         await self.settle()
         started = time.perf_counter()
         await self._background.finish_job(CHECKPOINT)
+        # Evaluations that went on when the state was captured have settled since; nothing else has.
+        state = replace(state, totals=replace(self._recorder.totals))
+        self._recorder.check_books(received_tokens=self._service.tokens_received, pending_tokens=self._pending_tokens)
         folder = self._directory.checkpoint(self.version)
         folder.mkdir(parents=True)
         await self._all_learners("save", str(folder / "learner"))
@@ -170,6 +179,7 @@ class Session:
         await self.settle()
         await self._background.finish_job(CHECKPOINT)
         await self._stop_rollouts()
+        self._recorder.lost(self._service.lost_tokens)
         self._recorder.close_books(received_tokens=self._service.tokens_received, pending_tokens=self._pending_tokens)
         if self._config.checkpoint.export:
             await self._all_learners("export", str(self._directory.export(self.version)))
@@ -183,6 +193,7 @@ class Session:
         await self._background.close()
         await self._sync.close()
         await self._service.close()
+        self._recorder.received(self._service.tokens_received)
         self._recorder.close_sinks()
 
     async def _go_live(self, step: Step) -> None:
@@ -192,8 +203,10 @@ class Session:
         evaluation = await self._evaluate(step.number)
         step.times.eval = time.perf_counter() - started
         if step.number == 0 or step.groups:  # a resumed run's first update belongs to a step that has its row
+            self._recorder.lost(self._service.lost_tokens)
             stats = snapshot_stats(self._service.stats)
             await asyncio.to_thread(self._recorder.write_row, step, evaluation, stats, self._faults())
+            await asyncio.to_thread(self._recorder.received, self._service.tokens_received)
 
     async def _evaluate(self, version: int) -> Evaluation | None:
         every, last = self._config.eval.every, self._config.run.steps
@@ -220,22 +233,25 @@ class Session:
     def _capture(self) -> DriverState:
         return DriverState.capture(
             step=self.version,
+            attempt=self._attempt,
             prompts=self._prompts,
             buffer=self._buffer,
             totals=self._recorder.totals,
-            seed=self._config.run.seed,
+            config=self._config,
         )
 
     async def _stop_rollouts(self) -> None:
-        """No more training prompts: what is under way is given up, its tokens counted at this instant."""
+        """No more training prompts: what is under way is given up."""
         if not self._background.runs("rollouts"):
             return
         given_up = self._service.in_flight
         await self._background.stop_loop("rollouts")
-        # Counted once every lease is gone: what arrives from here on is late, and was never received.
-        outstanding = self._buffer.outstanding()
-        self._pending_tokens = self._service.undelivered_tokens + sum(g.tokens_received for g in outstanding)
-        await self._service.abort(given_up)
+        await self._service.abort(given_up)  # what arrives from here on is late, and was never received
+
+    @property
+    def _pending_tokens(self) -> int:
+        """Received, of training prompts without a fate."""
+        return self._service.undelivered_tokens + sum(g.tokens_received for g in self._buffer.outstanding())
 
     async def _all_learners(self, method: str, *args: object) -> None:
         deadline = self._config.learner.step_timeout_seconds

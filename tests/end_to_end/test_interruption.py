@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,11 +10,6 @@ import pytest
 pytestmark = pytest.mark.timeout(600)  # several runs in one test, on whatever machine
 
 STEPS = 8
-
-
-def has_row(command: Any, step: int) -> Callable[[], bool]:
-    file = command.directory / "metrics.jsonl"
-    return lambda: file.exists() and f'"progress/step": {step},' in file.read_text()
 
 
 def checkpoints(command: Any) -> dict[str, bool]:
@@ -27,10 +21,10 @@ def checkpoints(command: Any) -> dict[str, bool]:
 def test_kill_and_resume(command: Any, checks: Any) -> None:
     settings = [f"run.steps={STEPS}", "checkpoint.every=3"]
     process = command.start(*settings)
-    command.wait_for(lambda: has_row(command, 4)() and checkpoints(command).get("step_000003", False), process)
+    command.wait_for(lambda: command.has_row(4) and checkpoints(command).get("step_000003", False), process)
     assert len(command.processes()) > 5, "the search for processes finds too few"
     os.kill(process.pid, signal.SIGKILL)
-    process.communicate(timeout=60)  # ends only when all who hold its pipes are gone
+    process.wait()
     # Two helpers of Ray's look for their dead cluster for a minute before they end too.
     command.assert_nothing_left(but=("ray::DashboardAgent", "ray::RuntimeEnvAgent"))
 
@@ -54,7 +48,7 @@ def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(command: Any
     process = command.start("run.steps=400", "checkpoint.every=1", "checkpoint.keep=3")
     command.wait_for(lambda: set(checkpoints(command).values()) == {True, False}, process)
     os.kill(process.pid, signal.SIGKILL)
-    process.communicate(timeout=60)
+    process.wait()
     newest = max(name for name, complete in checkpoints(command).items() if complete)
     step = int(newest.removeprefix("step_"))
 
@@ -82,12 +76,12 @@ def test_ctrl_c_in_every_phase_and_resume(command: Any, checks: Any) -> None:
         here = command.directory / "logs" / "attempt_3" / "learner-0.log"  # else it is the one of an earlier attempt
         return here.exists() and set(checkpoints(command).values()) == {True, False}
 
-    def terminate(process: subprocess.Popen[str]) -> None:
+    def terminate(process: subprocess.Popen[bytes]) -> None:
         process.terminate()  # a polite kill is a Ctrl-C
 
     phases = [
         (starting_ray, command.interrupt),
-        (has_row(command, 2), terminate),
+        (lambda: command.has_row(2), terminate),
         (writing_a_checkpoint, command.interrupt),
     ]
     for attempt, (phase, stop) in enumerate(phases, start=1):
