@@ -16,13 +16,15 @@ import threading
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from olmorl.contract.errors import OlmoRLError, PlacementError, WorkerError, WorkerLostError
 from olmorl.controller.placement import Placement, count_gpus
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
+LATE_SECONDS = 1.0  # a timer that comes so late was not looked at
 THREADS_PER_WORKER = 16  # calls one worker answers at once; most of them wait
 
 
@@ -67,6 +69,26 @@ def _redirect_output(path: Path) -> None:
     faulthandler.enable()
 
 
+async def answer_within(seconds: float, answer: "asyncio.Future[T]") -> T:
+    """Wait for `answer`. Raises TimeoutError after `seconds` in which this process was there to receive it.
+
+    A driver that was stopped, or a laptop that was shut, finds all its deadlines passed when it wakes up; its workers
+    have answered long ago. So a deadline that is noticed late gives one more chance.
+    """
+    loop = asyncio.get_running_loop()
+    try:
+        while True:
+            deadline = loop.time() + seconds
+            try:
+                async with asyncio.timeout_at(deadline):  # wait_for of Python 3.11 may swallow a cancellation
+                    return await asyncio.shield(answer)
+            except TimeoutError:
+                if loop.time() < deadline + LATE_SECONDS:
+                    raise
+    finally:
+        answer.cancel()
+
+
 class Remote:
     """The driver's handle on one worker process."""
 
@@ -91,8 +113,7 @@ class Remote:
         from ray.exceptions import RayActorError, RayTaskError
 
         try:
-            async with asyncio.timeout(timeout):  # wait_for of Python 3.11 may swallow a cancellation
-                return await asyncio.wrap_future(ref.future())
+            return await answer_within(timeout, asyncio.wrap_future(ref.future()))
         except TimeoutError:
             raise WorkerLostError(f"{self.name} did not answer {method}() within {timeout:g} s") from None
         except RayTaskError as error:
@@ -134,6 +155,8 @@ class Cluster:
         # shadow the package, so start from the log directory, which holds no Python file.
         os.chdir(self._log_dir)
         try:
+            if not joins:  # what is left of a cluster whose driver was killed looks for it for a minute, else
+                os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "10")
             with _interrupts_deferred():
                 ray.init(
                     address=self._address or os.environ.get("RAY_ADDRESS"),

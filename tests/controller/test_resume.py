@@ -195,7 +195,8 @@ def test_nothing_is_lost_served_twice_or_too_old_over_many_restarts(
                     settle(group, settled)
                 if data.draw(st.booleans()):
                     state, surviving = capture(config, queue, buffer, step=version), set(settled)
-            elif moves:
+            else:
+                assert moves, "nothing can move: the run hangs"
                 move = data.draw(st.sampled_from(moves))
                 if move == "live":
                     live = version

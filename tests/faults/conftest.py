@@ -139,6 +139,18 @@ class Stage:
         else:
             self.command.worker(target).send_signal(number)
 
+    def cpu_seconds(self, worker: str) -> float:
+        return self.command.worker(worker).cpu_times().user
+
+    def signal_when_there(self, worker: str, number: signal.Signals) -> None:
+        """Wait until the worker has begun to start."""
+
+        def there() -> bool:
+            return any((self.command.directory / "logs").glob(f"attempt_*/{worker}.log"))
+
+        self.wait_for(there)
+        self.signal(worker, number)
+
 
 @pytest.fixture
 def stage(command: Any) -> Stage:

@@ -1,0 +1,78 @@
+"""A run killed at random moments, again and again, and resumed: as if nothing had happened."""
+
+import random
+import signal
+import time
+from collections import Counter
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.timeout(900)
+
+SETTINGS = (
+    "data.shuffle=false",
+    "rollout.prompts_per_step=2",
+    "inference.max_num_seqs=6",
+    "sync.canary_sequences=8",
+    "eval.limit=4",
+    "checkpoint.export=false",
+)
+SYNCHRONOUS = ("rollout.async_steps=0", "rollout.active_sampling=false")
+
+
+def kill_at(command: Any, *, step: int, delay: float, settings: tuple[str, ...], resume: bool) -> None:
+    """Kill the driver `delay` seconds after the row of `step` is there: wherever it is by then."""
+    process = command.start(*settings, *(["--resume"] if resume else []))
+    command.wait_for(lambda: command.has_row(step), process)
+    time.sleep(delay)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+
+
+def trained(command: Any) -> Counter[tuple[str, int, tuple[int, ...]]]:
+    """What was trained: prompt, sample, tokens."""
+    return Counter(
+        (row.prompt_id, row.sample, tuple(row.token_ids)) for row in command.rollouts() if row.fate == "trained"
+    )
+
+
+def test_killed_once(command: Any, checks: Any) -> None:
+    """What is done again is what was done before: the same tokens in the same steps."""
+    settings = (*SETTINGS, *SYNCHRONOUS, "run.steps=6", "checkpoint.every=3", "eval.every=1")
+    kill_at(command, step=5, delay=random.Random().uniform(0, 0.2), settings=settings, resume=False)
+    before = {(row.step, row.prompt_id, row.sample): row for row in command.rollouts() if row.step > 3}
+    assert {step for step, _, _ in before} >= {4, 5}
+    command.run(*settings, "--resume")  # at once
+    checks.invariants(command, 6)
+    after = {(row.step, row.prompt_id, row.sample): row for row in command.rollouts() if row.step > 3}
+    assert {row.attempt for row in after.values()} == {2}
+    for key, row in before.items():
+        again = after[key]
+        assert again.token_ids.tolist() == row.token_ids.tolist() and again.logprobs.tolist() == row.logprobs.tolist()
+        assert (again.seed, again.reward, again.advantage) == (row.seed, row.reward, row.advantage)
+    assert all("eval/heldout/avg_at_k" in row for row in command.metrics()), "an evaluation was lost"
+    assert command.summary()["waste"]["rolled_back"] > 0
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("mode", ["synchronous", "asynchronous"])
+def test_killed_ten_times_in_thirty_steps(command_in: Any, checks: Any, tmp_path: Any, mode: str) -> None:
+    seed = time.time_ns() % 10**6
+    print(f"seed {seed}")
+    moments = random.Random(seed)
+    kind = SYNCHRONOUS if mode == "synchronous" else ("rollout.async_steps=2",)
+    settings = (*SETTINGS, *kind, "run.steps=30", "checkpoint.every=2")
+    (tmp_path / "killed").mkdir()
+    command = command_in(tmp_path / "killed")
+    for number in range(10):
+        step = 3 * number + moments.randint(0, 2)
+        kill_at(command, step=step, delay=moments.uniform(0, 0.3), settings=settings, resume=number > 0)
+    command.run(*settings, "--resume")
+    checks.invariants(command, 30)
+    if mode == "synchronous":
+        (tmp_path / "undisturbed").mkdir()
+        undisturbed = command_in(tmp_path / "undisturbed")
+        undisturbed.run(*settings)
+        checks.invariants(undisturbed, 30)
+        assert trained(command) == trained(undisturbed)
