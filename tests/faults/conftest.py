@@ -129,7 +129,7 @@ class Stage:
 
     # Faults
 
-    def signal(self, target: str, number: signal.Signals) -> None:
+    def strike(self, target: str, number: signal.Signals) -> None:
         """`target`: the name of a worker, "driver" or "verifier"; nothing for a worker that was replaced already."""
         assert self.process is not None, "start() first"
         if target == "driver":
@@ -142,14 +142,14 @@ class Stage:
     def cpu_seconds(self, worker: str) -> float:
         return self.command.worker(worker).cpu_times().user
 
-    def signal_when_there(self, worker: str, number: signal.Signals) -> None:
+    def strike_when_there(self, worker: str, number: signal.Signals) -> None:
         """Wait until the worker has begun to start."""
 
         def there() -> bool:
             return any((self.command.directory / "logs").glob(f"attempt_*/{worker}.log"))
 
         self.wait_for(there)
-        self.signal(worker, number)
+        self.strike(worker, number)
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ def test_the_run_completes(stage: Any, checks: Any, target: str, fault: str, mom
     patience = "cluster.heartbeat_seconds=15" if moment == "during" and not held else "cluster.heartbeat_seconds=6"
     stage.reach(moment, patience)
     if not (held and fault == "stopped"):
-        stage.signal(target, FAULTS[fault])
+        stage.strike(target, FAULTS[fault])
     if not held:
         stage.leave(moment)
     if target == "driver" and fault == "killed":
@@ -43,7 +43,7 @@ def test_the_run_completes(stage: Any, checks: Any, target: str, fault: str, mom
     else:
         if target == "driver":
             time.sleep(8)  # longer than any heartbeat may take
-            stage.signal(target, signal.SIGCONT)
+            stage.strike(target, signal.SIGCONT)
         stage.end()
     checks.invariants(stage.command, STEPS)
 

@@ -27,7 +27,7 @@ def assert_stopped_with_checkpoint(stage: Any, checks: Any, message: str) -> Non
 
 def test_too_few_engines_are_left(stage: Any, checks: Any) -> None:
     stage.reach("after", "cluster.max_restarts=0", "cluster.min_inference_workers=2")
-    stage.signal("inference-0", signal.SIGKILL)
+    stage.strike("inference-0", signal.SIGKILL)
     assert_stopped_with_checkpoint(
         stage, checks, "1 inference workers are left after 0 restarts, fewer than cluster.min_inference_workers = 2"
     )
@@ -35,7 +35,7 @@ def test_too_few_engines_are_left(stage: Any, checks: Any) -> None:
 
 def test_with_fewer_engines_than_it_began_with_a_run_goes_on(stage: Any, checks: Any) -> None:
     stage.reach("after", "cluster.max_restarts=0")
-    stage.signal("inference-0", signal.SIGKILL)
+    stage.strike("inference-0", signal.SIGKILL)
     stage.leave("after")
     stage.end()
     checks.invariants(stage.command, STEPS)
@@ -45,14 +45,14 @@ def test_with_fewer_engines_than_it_began_with_a_run_goes_on(stage: Any, checks:
 def test_an_engine_that_dies_again_and_again(stage: Any, checks: Any) -> None:
     stage.reach("after", "cluster.max_restarts=2", "inference.workers=1")
     for number in range(3):
-        stage.signal_when_there(f"inference-{number}", signal.SIGKILL)
+        stage.strike_when_there(f"inference-{number}", signal.SIGKILL)
     assert_stopped_with_checkpoint(stage, checks, "0 inference workers are left after 2 restarts")
 
 
 def test_both_engines_at_once(stage: Any, checks: Any) -> None:
     stage.reach("before")
     for target in ("inference-0", "inference-1"):
-        stage.signal(target, signal.SIGKILL)
+        stage.strike(target, signal.SIGKILL)
     stage.leave("before")
     stage.end()
     checks.invariants(stage.command, STEPS)
@@ -63,7 +63,7 @@ def test_both_engines_at_once(stage: Any, checks: Any) -> None:
 def test_a_learner_that_is_lost_again_and_again(stage: Any, checks: Any) -> None:
     """With no attempt left the run ends; --resume has new ones."""
     stage.reach("after", "cluster.max_run_restarts=0")
-    stage.signal("learner-0", signal.SIGKILL)
+    stage.strike("learner-0", signal.SIGKILL)
     assert_stopped_with_checkpoint(stage, checks, "learner-0 died during ")
 
 
@@ -74,7 +74,7 @@ def test_a_run_that_finds_no_signal_ends_at_a_polite_kill(stage: Any) -> None:
     stage.wait_for(lambda: stage.command.has_row(0))
     stage.wait_for(lambda: stage.cpu_seconds("inference-0") > stage.cpu_seconds("learner-0"))
     started = time.monotonic()
-    stage.signal("driver", signal.SIGTERM)
+    stage.strike("driver", signal.SIGTERM)
     stage.end(code=130)
     assert stage.command.err.splitlines()[-1] == "interrupted"
     assert "Traceback" not in stage.command.err and "Error" not in stage.command.err, stage.command.err
