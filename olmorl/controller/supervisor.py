@@ -9,6 +9,7 @@ started, stale until it has committed the newest weights.
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 from olmorl.contract.errors import OlmoRLError, WorkerError
 from olmorl.controller.cluster import Remote
@@ -78,7 +79,7 @@ class EngineSupervisor:
             self.restarts += 1
             task = asyncio.create_task(self._start_replacement(slot))
             self._replacing.add(task)
-            task.add_done_callback(self._replacing.discard)
+            task.add_done_callback(partial(self._replaced, slot))
         elif len(self._alive) + len(self._replacing) < self._min_workers and not self._failed.done():
             self._failed.set_exception(
                 WorkerError(
@@ -88,12 +89,16 @@ class EngineSupervisor:
             )
 
     async def _start_replacement(self, slot: int) -> None:
-        try:
-            engine = await self._start_engine(slot)
-            await self.watch(slot, engine)
-        except OlmoRLError as error:
+        await self.watch(slot, await self._start_engine(slot))
+
+    def _replaced(self, slot: int, task: "asyncio.Task[None]") -> None:
+        self._replacing.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, OlmoRLError):
             log.warning("a replacement for inference worker %d did not start: %s", slot, error)
-            asyncio.get_running_loop().call_soon(self._replace, slot, str(error))
+            self._replace(slot, str(error))
+        elif error is not None and not self._failed.done():
+            self._failed.set_exception(error)
 
     async def _heartbeats(self, engine: Remote) -> None:
         try:
