@@ -45,9 +45,11 @@ class Background:
             del self._jobs[name]
 
     async def end_job(self, name: str, *, timeout: float) -> None:
-        """Give the job of that name, if there is one, so long to end, well or not."""
+        """Give the job of that name, if there is one, so long to end, well or not; but none once a loop has failed,
+        for then it may wait for what will never come."""
         if name in self._jobs:
-            await asyncio.wait([self._jobs[name]], timeout=timeout)
+            watched = [self._jobs[name], *self._loops.values()]
+            await asyncio.wait(watched, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
 
     async def unless_failed(self, work: Coroutine[Any, Any, T] | asyncio.Future[T]) -> T:
         """Await `work`, but raise at once if something in the background fails meanwhile."""

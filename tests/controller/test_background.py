@@ -107,3 +107,23 @@ def test_an_interrupt_cancels_the_work() -> None:
         assert work.cancelled()
 
     run(scenario)
+
+
+def test_at_the_end_a_job_may_finish_but_is_not_waited_for_beside_a_failed_loop() -> None:
+    async def scenario(background: Background) -> None:
+        goes_on = asyncio.Event()
+
+        async def job() -> None:
+            await goes_on.wait()
+
+        background.start_loop("sound", for_ever())
+        background.start_job(job(), name="checkpoint")
+        asyncio.get_running_loop().call_soon(goes_on.set)
+        await background.end_job("checkpoint", timeout=60)
+        await background.finish_job("checkpoint")
+
+        background.start_job(for_ever(), name="checkpoint")
+        background.start_loop("lost learner", fails(WorkerError("gone")))
+        await background.end_job("checkpoint", timeout=60)
+
+    run(scenario)
