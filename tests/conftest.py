@@ -114,10 +114,9 @@ class Command:
                 continue
         return found
 
-    def assert_nothing_left(self, *, but: tuple[str, ...] = ()) -> None:
-        """`but`: beginnings of command lines that are let live."""
+    def assert_nothing_left(self) -> None:
         deadline = time.monotonic() + 20
-        while left := [p for p in self.processes() if not command_line(p).startswith(but or "\0")]:
+        while left := self.processes():
             assert time.monotonic() < deadline, [command_line(process) for process in left]
             time.sleep(0.1)
 
