@@ -199,14 +199,15 @@ class Session:
     async def _go_live(self, step: Step) -> None:
         self._recorder.updated(await self._sync.publish(step.number))
         self._loops.published(step.number)
+        if step.number > 0 and not step.groups:
+            return  # a resumed run's first update belongs to a step that has its row, and its evaluation
         started = time.perf_counter()
         evaluation = await self._evaluate(step.number)
         step.times.eval = time.perf_counter() - started
-        if step.number == 0 or step.groups:  # a resumed run's first update belongs to a step that has its row
-            self._recorder.lost(self._service.lost_tokens)
-            stats = snapshot_stats(self._service.stats)
-            await asyncio.to_thread(self._recorder.write_row, step, evaluation, stats, self._faults())
-            await asyncio.to_thread(self._recorder.received, self._service.tokens_received)
+        self._recorder.lost(self._service.lost_tokens)
+        stats = snapshot_stats(self._service.stats)
+        await asyncio.to_thread(self._recorder.write_row, step, evaluation, stats, self._faults())
+        await asyncio.to_thread(self._recorder.received, self._service.tokens_received)
 
     async def _evaluate(self, version: int) -> Evaluation | None:
         every, last = self._config.eval.every, self._config.run.steps
