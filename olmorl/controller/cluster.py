@@ -155,8 +155,6 @@ class Cluster:
         # shadow the package, so start from the log directory, which holds no Python file.
         os.chdir(self._log_dir)
         try:
-            if not joins:  # what is left of a cluster whose driver was killed looks for it for a minute, else
-                os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "10")
             with _interrupts_deferred():
                 ray.init(
                     address=self._address or os.environ.get("RAY_ADDRESS"),

@@ -25,8 +25,10 @@ def test_kill_and_resume(command: Any, checks: Any) -> None:
     assert len(command.processes()) > 5, "the search for processes finds too few"
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    command.run(*settings, "--resume")  # at once, though two helpers of Ray's still look for their dead cluster
-    command.assert_nothing_left()
+    # Two helpers of Ray's try for a minute to tell their dead cluster of its end.
+    command.assert_nothing_left(but=("ray::DashboardAgent", "ray::RuntimeEnvAgent"))
+
+    command.run(*settings, "--resume")
     assert command.summary()["exit_reason"] == "finished"
     checks.one_row_a_step(command, STEPS)
     checks.one_fate_each(command)

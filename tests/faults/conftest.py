@@ -124,8 +124,8 @@ class Stage:
         """The first trained weights are live, the second batch cannot be trained."""
         batch = PROMPTS * SAMPLES
         self.start("rollout.async_steps=0", "rollout.active_sampling=false", *settings, shut_after=batch)
-        self.wait_at_gate()
-        assert self.command.has_row(1)
+        self.wait_at_gate()  # the second batch was admitted when the first update was live
+        self.wait_for(lambda: self.command.has_row(1))
 
     # Faults
 

@@ -37,7 +37,8 @@ def test_the_run_completes(stage: Any, checks: Any, target: str, fault: str, mom
         stage.strike(target, FAULTS[fault])
     if not held:
         stage.leave(moment)
-    if target == "driver" and fault == "killed":
+    driver_killed = target == "driver" and fault == "killed"
+    if driver_killed:
         stage.end(code=-signal.SIGKILL)
         stage.resume()
     else:
@@ -45,11 +46,11 @@ def test_the_run_completes(stage: Any, checks: Any, target: str, fault: str, mom
             time.sleep(8)  # longer than any heartbeat may take
             stage.strike(target, signal.SIGCONT)
         stage.end()
-    checks.invariants(stage.command, STEPS)
+    checks.invariants(stage.command, STEPS, driver_killed=driver_killed)
 
     last = stage.command.metrics()[-1]
     attempts = len(list((stage.command.directory / "logs").glob("attempt_*")))
-    assert attempts == 1 + (target == "learner-0" or (target == "driver" and fault == "killed"))
+    assert attempts == 1 + (target == "learner-0" or driver_killed)
     if target.startswith("inference"):
         assert last["faults/worker_restarts"] == 1 and f"{target} is lost" in stage.command.err
     else:

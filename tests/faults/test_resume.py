@@ -44,7 +44,7 @@ def test_killed_once(command: Any, checks: Any) -> None:
     before = {(row.step, row.prompt_id, row.sample): row for row in command.rollouts() if row.step > 3}
     assert {step for step, _, _ in before} >= {4, 5}
     command.run(*settings, "--resume")  # at once
-    checks.invariants(command, 6)
+    checks.invariants(command, 6, driver_killed=True)
     after = {(row.step, row.prompt_id, row.sample): row for row in command.rollouts() if row.step > 3}
     assert {row.attempt for row in after.values()} == {2}
     for key, row in before.items():
@@ -69,7 +69,7 @@ def test_killed_ten_times_in_thirty_steps(command_in: Any, checks: Any, tmp_path
         step = 3 * number + moments.randint(0, 2)
         kill_at(command, step=step, delay=moments.uniform(0, 0.3), settings=settings, resume=number > 0)
     command.run(*settings, "--resume")
-    checks.invariants(command, 30)
+    checks.invariants(command, 30, driver_killed=True)
     if mode == "synchronous":
         (tmp_path / "undisturbed").mkdir()
         undisturbed = command_in(tmp_path / "undisturbed")
