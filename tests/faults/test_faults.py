@@ -18,18 +18,22 @@ FAULTS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
 CASES = [(target, fault, moment) for moment in MOMENTS for target in TARGETS for fault in FAULTS]
 
 
-def cases() -> list[Any]:
-    """All of them are soak tests but two, which are others each day."""
-    today = int(time.time() // 86400)
-    chosen = {today % len(CASES), (today + len(CASES) // 2 + 1) % len(CASES)}
-    return [
-        pytest.param(*case, id="-".join(case), marks=[] if number in chosen else [pytest.mark.soak])
-        for number, case in enumerate(CASES)
-    ]
+TODAY = int(time.time() // 86400)
+TODAYS_SHARE = [CASES[(TODAY + i * (len(CASES) // 2 + 1)) % len(CASES)] for i in range(2)]
 
 
-@pytest.mark.parametrize(("target", "fault", "moment"), cases())
-def test_the_run_completes(stage: Any, checks: Any, target: str, fault: str, moment: str) -> None:
+@pytest.mark.soak
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_the_run_completes(stage: Any, checks: Any, case: tuple[str, str, str]) -> None:
+    the_run_completes(stage, checks, *case)
+
+
+@pytest.mark.parametrize("case", TODAYS_SHARE, ids="-".join)
+def test_a_share_that_changes_by_the_day(stage: Any, checks: Any, case: tuple[str, str, str]) -> None:
+    the_run_completes(stage, checks, *case)
+
+
+def the_run_completes(stage: Any, checks: Any, target: str, fault: str, moment: str) -> None:
     held = moment == "during" and target == "inference-1"  # it is stopped already, which holds the update up
     patience = "cluster.heartbeat_seconds=15" if moment == "during" and not held else "cluster.heartbeat_seconds=6"
     stage.reach(moment, patience)
