@@ -143,13 +143,13 @@ class Cluster:
         self._start_timeout = start_timeout
         self._actors: list[Any] = []
         self._group: Any = None
+        self._joined = _is_running(address)
 
     def __enter__(self) -> "Cluster":
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         import ray
 
         here = os.getcwd()
-        joins = _is_running(self._address)
         self._log_dir.mkdir(parents=True, exist_ok=True)
         # Ray puts the driver's current directory first on the workers' path: a stray inference.py there would
         # shadow the package, so start from the log directory, which holds no Python file.
@@ -158,8 +158,8 @@ class Cluster:
             with _interrupts_deferred():
                 ray.init(
                     address=self._address or os.environ.get("RAY_ADDRESS"),
-                    num_cpus=None if joins else max(os.cpu_count() or 1, self._placement.cpus),
-                    include_dashboard=None if joins else False,
+                    num_cpus=None if self._joined else max(os.cpu_count() or 1, self._placement.cpus),
+                    include_dashboard=None if self._joined else False,
                     log_to_driver=False,
                     logging_level=logging.ERROR,
                     runtime_env={"env_vars": {"OMP_WAIT_POLICY": "passive", "TOKENIZERS_PARALLELISM": "false"}},
@@ -214,7 +214,9 @@ class Cluster:
             return
         for actor in self._actors:
             ray.kill(actor)
-        if self._group is not None:
+        # A cluster of our own ends as a whole. It may have ended already, when a polite kill went to all processes of
+        # a group: then Ray would wait for it a minute, and end this process.
+        if self._group is not None and self._joined:
             remove_placement_group(self._group)
         ray.shutdown()
 

@@ -32,6 +32,7 @@ from olmorl.data.prompt import Prompt
 T = TypeVar("T")
 
 CHECKPOINT = "checkpoint"  # the background job that writes one
+LEARNERS = "learners"  # the loop that sees whether they live
 CLOSING_SECONDS = 60.0  # that it gets when a run is stopped
 
 
@@ -91,7 +92,7 @@ class Session:
         heartbeat = self._config.cluster.heartbeat_seconds
         self._background.start_loop("service", self._service.run())
         self._background.start_loop("supervisor", self._supervisor.run())
-        self._background.start_loop("learners", watch_learners(self._fleet.learners, heartbeat_seconds=heartbeat))
+        self._background.start_loop(LEARNERS, watch_learners(self._fleet.learners, heartbeat_seconds=heartbeat))
         await self._background.unless_failed(self._sync.snapshot(self.version))
         await self._background.unless_failed(self._go_live(self._step))
         self._background.start_loop("rollouts", self._loops.run())
@@ -189,7 +190,7 @@ class Session:
 
     async def close(self) -> None:
         """Stop everything that still runs in the background; a checkpoint under way may first be completed."""
-        await self._background.end_job(CHECKPOINT, timeout=CLOSING_SECONDS)
+        await self._background.end_job(CHECKPOINT, timeout=CLOSING_SECONDS, needs=LEARNERS)
         await self._background.close()
         await self._sync.close()
         await self._service.close()

@@ -1,5 +1,6 @@
 """Where a run gives up, it says why and keeps its checkpoint; what verifiers do of themselves never ends it."""
 
+import os
 import signal
 import time
 from typing import Any
@@ -9,6 +10,12 @@ import pytest
 pytestmark = [pytest.mark.timeout(600), pytest.mark.soak]
 
 STEPS = 4
+
+
+def reach_a_checkpoint(stage: Any, *settings: str) -> None:
+    """One step is done, and its checkpoint is complete."""
+    stage.reach("after", *settings)
+    stage.wait_for((stage.command.directory / "checkpoints" / "latest").exists)
 
 
 def assert_stopped_with_checkpoint(stage: Any, checks: Any, message: str) -> None:
@@ -26,7 +33,7 @@ def assert_stopped_with_checkpoint(stage: Any, checks: Any, message: str) -> Non
 
 
 def test_too_few_engines_are_left(stage: Any, checks: Any) -> None:
-    stage.reach("after", "cluster.max_restarts=0", "cluster.min_inference_workers=2")
+    reach_a_checkpoint(stage, "cluster.max_restarts=0", "cluster.min_inference_workers=2")
     stage.strike("inference-0", signal.SIGKILL)
     assert_stopped_with_checkpoint(
         stage, checks, "1 inference workers are left after 0 restarts, fewer than cluster.min_inference_workers = 2"
@@ -43,7 +50,7 @@ def test_with_fewer_engines_than_it_began_with_a_run_goes_on(stage: Any, checks:
 
 
 def test_an_engine_that_dies_again_and_again(stage: Any, checks: Any) -> None:
-    stage.reach("after", "cluster.max_restarts=2", "inference.workers=1")
+    reach_a_checkpoint(stage, "cluster.max_restarts=2", "inference.workers=1")
     for number in range(3):
         stage.strike_when_there(f"inference-{number}", signal.SIGKILL)
     assert_stopped_with_checkpoint(stage, checks, "0 inference workers are left after 2 restarts")
@@ -62,19 +69,23 @@ def test_both_engines_at_once(stage: Any, checks: Any) -> None:
 
 def test_a_learner_that_is_lost_again_and_again(stage: Any, checks: Any) -> None:
     """With no attempt left the run ends; --resume has new ones."""
-    stage.reach("after", "cluster.max_run_restarts=0")
+    reach_a_checkpoint(stage, "cluster.max_run_restarts=0")
     stage.strike("learner-0", signal.SIGKILL)
     assert_stopped_with_checkpoint(stage, checks, "learner-0 died during ")
 
 
-def test_a_run_that_finds_no_signal_ends_at_a_polite_kill(stage: Any) -> None:
-    """It rolls out for ever; SIGTERM is a Ctrl-C, and all is over in seconds."""
+@pytest.mark.parametrize("told", ["the driver", "its process group"])
+def test_a_run_that_finds_no_signal_ends_at_a_polite_kill(stage: Any, told: str) -> None:
+    """It rolls out for ever; SIGTERM is a Ctrl-C, and all is over in seconds, also when Ray was told to end too."""
     (stage.command.folder / "never.py").write_text("def judge(completion, truth, prompt):\n    return 0\n")
     stage.start("reward.verifier=never:judge", "rollout.async_steps=2")
     stage.wait_for(lambda: stage.command.has_row(0))
     stage.wait_for(lambda: stage.cpu_seconds("inference-0") > stage.cpu_seconds("learner-0"))
     started = time.monotonic()
-    stage.strike("driver", signal.SIGTERM)
+    if told == "the driver":
+        stage.strike("driver", signal.SIGTERM)
+    else:
+        os.killpg(stage.process.pid, signal.SIGTERM)
     stage.end(code=130)
     assert stage.command.err.splitlines()[-1] == "interrupted"
     assert "Traceback" not in stage.command.err and "Error" not in stage.command.err, stage.command.err
@@ -87,7 +98,7 @@ def test_verifiers_that_hang_crash_and_raise(stage: Any, checks: Any) -> None:
     source = """
 import os, time, zlib
 def judge(completion, truth, prompt):
-    lot = zlib.crc32(f"{prompt}{completion}".encode()) % 16
+    lot = zlib.crc32(f"{prompt}{completion}".encode()) % 8
     if lot == 0:
         time.sleep(3600)
     if lot == 1:
@@ -97,10 +108,11 @@ def judge(completion, truth, prompt):
     return lot % 2
 """
     (stage.command.folder / "moody.py").write_text(source)
-    stage.start("reward.verifier=moody:judge", "reward.timeout_seconds=2", "rollout.async_steps=2")
+    synchronous = ("rollout.async_steps=0", "rollout.active_sampling=false")  # so that each run has the same samples
+    stage.start("reward.verifier=moody:judge", "reward.timeout_seconds=1", *synchronous)
     stage.end()
     checks.invariants(stage.command, STEPS)
     rows = stage.command.rollouts()
-    assert {row.verdict for row in rows} == {"scored", "timeout", "error"}
+    assert {row.verdict for row in rows} == {"scored", "timeout", "error"}  # also of those that crashed twice
     assert {row.fate for row in rows if row.verdict != "scored"} == {"error"}
     assert "verdict 'timeout'" in stage.command.err and "no idea" in stage.command.err

@@ -23,8 +23,9 @@ SYNCHRONOUS = ("rollout.async_steps=0", "rollout.active_sampling=false")
 
 def kill_at(command: Any, *, step: int, delay: float, settings: tuple[str, ...], resume: bool) -> None:
     """Kill the driver `delay` seconds after the row of `step` is there: wherever it is by then."""
+    attempt = command.directory / "logs" / f"attempt_{1 + len(list(command.directory.glob('logs/attempt_*')))}"
     process = command.start(*settings, *(["--resume"] if resume else []))
-    command.wait_for(lambda: command.has_row(step), process)
+    command.wait_for(lambda: attempt.exists() and command.has_row(step), process)
     time.sleep(delay)
     process.send_signal(signal.SIGKILL)
     process.wait()
@@ -39,14 +40,23 @@ def trained(command: Any) -> Counter[tuple[str, int, tuple[int, ...]]]:
 
 def test_killed_once(command: Any, checks: Any) -> None:
     """What is done again is what was done before: the same tokens in the same steps."""
-    settings = (*SETTINGS, *SYNCHRONOUS, "run.steps=6", "checkpoint.every=3", "eval.every=1")
-    kill_at(command, step=5, delay=random.Random().uniform(0, 0.2), settings=settings, resume=False)
-    before = {(row.step, row.prompt_id, row.sample): row for row in command.rollouts() if row.step > 3}
-    assert {step for step, _, _ in before} >= {4, 5}
-    command.run(*settings, "--resume")  # at once
-    checks.invariants(command, 6, driver_killed=True)
-    after = {(row.step, row.prompt_id, row.sample): row for row in command.rollouts() if row.step > 3}
-    assert {row.attempt for row in after.values()} == {2}
+    settings = (*SETTINGS, *SYNCHRONOUS, "checkpoint.every=3", "eval.every=1", "optim.schedule=constant")
+    process = command.start(*settings, "run.steps=1000")
+    kept, done = 0, 4
+    while kept == 0 or done <= kept:  # until a step is done that no checkpoint has
+        process.send_signal(signal.SIGCONT)
+        command.wait_for(lambda: command.has_row(done + 1), process)
+        process.send_signal(signal.SIGSTOP)  # so that nothing moves while we look
+        kept = max((int(path.parent.name[5:]) for path in command.directory.glob("checkpoints/*/COMPLETE")), default=0)
+        done = max(row.step for row in command.rollouts())
+    process.kill()
+    process.wait()
+    before = {(row.step, row.prompt_id, row.sample): row for row in command.rollouts() if row.step > kept}
+    assert {step for step, _, _ in before} == set(range(kept + 1, done + 1))
+    command.run(*settings, f"run.steps={done}", "--resume")  # at once
+    checks.invariants(command, done, driver_killed=True)
+    after = {(row.step, row.prompt_id, row.sample): row for row in command.rollouts() if row.step > kept}
+    assert {row.attempt for row in after.values()} == {2} and after.keys() == before.keys()
     for key, row in before.items():
         again = after[key]
         assert again.token_ids.tolist() == row.token_ids.tolist() and again.logprobs.tolist() == row.logprobs.tolist()
