@@ -4,6 +4,7 @@ import random
 import signal
 import time
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
@@ -45,7 +46,7 @@ def test_killed_once(command: Any, checks: Any) -> None:
     kept, done = 0, 4
     while kept == 0 or done <= kept:  # until a step is done that no checkpoint has
         process.send_signal(signal.SIGCONT)
-        command.wait_for(lambda: command.has_row(done + 1), process)
+        command.wait_for(partial(command.has_row, done + 1), process)
         process.send_signal(signal.SIGSTOP)  # so that nothing moves while we look
         kept = max((int(path.parent.name[5:]) for path in command.directory.glob("checkpoints/*/COMPLETE")), default=0)
         done = max(row.step for row in command.rollouts())
