@@ -6,6 +6,7 @@ torn weight or a half-built batch cannot exist.
 
 import time
 from collections.abc import Sequence as Items
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -172,7 +173,7 @@ class Engine:
         """Compute and draw once; the samples that finished by it."""
         if not self.scheduler.has_work:
             return []
-        started = time.perf_counter()
+        started, before = time.perf_counter(), replace(self.clock.totals)
         plan = self.scheduler.schedule()
         finished = self._give_up(plan)
         self.table.update(entered=plan.entered, grown=plan.grown)
@@ -182,7 +183,7 @@ class Engine:
         if plan.chunks or plan.starts:
             finished += self._compute(plan)
         self._retire(finished)
-        self.clock.totals.busy_seconds += time.perf_counter() - started
+        self.clock.spend(time.perf_counter() - started, before)
         return finished
 
     def _give_up(self, plan: StepPlan) -> list[Sequence]:
@@ -200,6 +201,7 @@ class Engine:
             batch = self.table.batch(plan.chunks)
             hidden = self.runner.run(batch)
             flops, num_bytes = self._costs.step(batch)
+            self.clock.totals.tokens_computed += len(batch.token_ids_T)
             self.clock.totals.flops += flops
             self.clock.totals.bytes += num_bytes
             if any(sequence.request.prompt_logprobs is not None for sequence, _ in plan.chunks):

@@ -29,8 +29,7 @@ class EngineThread:
         self._paused = False
         self._idle = True
         self._closing = False
-        self._stalled_seconds = 0.0
-        self._stalled_since: float | None = None
+        self._stalled: tuple[float, float | None] = (0.0, None)  # seconds, and since when it stands still again
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -64,23 +63,23 @@ class EngineThread:
         self._thread.join()
 
     def stalled_seconds(self) -> float:
-        """How long the engine stood still for others so far. On the engine's thread."""
-        since = self._stalled_since
-        return self._stalled_seconds + (0.0 if since is None else time.perf_counter() - since)
+        """How long the engine stood still for others so far. From any thread; never falls."""
+        seconds, since = self._stalled
+        return seconds + (0.0 if since is None else time.perf_counter() - since)
 
     def add_stall(self, seconds: float) -> None:
         """Count time a command took, unless a pause counts it already. On the engine's thread."""
-        if self._stalled_since is None:
-            self._stalled_seconds += seconds
+        before, since = self._stalled
+        if since is None:
+            self._stalled = (before + seconds, None)
 
     def _begin_pause(self) -> None:
         self._paused = True
-        if self._stalled_since is None:
-            self._stalled_since = time.perf_counter()
+        seconds, since = self._stalled
+        self._stalled = (seconds, time.perf_counter() if since is None else since)
 
     def _end_pause(self) -> None:
-        self._stalled_seconds = self.stalled_seconds()
-        self._stalled_since = None
+        self._stalled = (self.stalled_seconds(), None)
         self._paused = False
 
     def _check(self) -> None:

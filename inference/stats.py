@@ -23,7 +23,15 @@ class EngineStats:
     steps: int = 0
     prefill_steps: int = 0
     """steps that computed any prompt token"""
+    tokens_computed: int = 0
+    """rows that went through the decoder: prefilled, recomputed and decoded"""
     busy_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    """of the busy ones, those of steps that computed any prompt token; likewise the next two of `flops` and `bytes`"""
+    prefill_flops: float = 0.0
+    prefill_bytes: float = 0.0
+    recompute_seconds: float = 0.0
+    """of the busy ones, the share that went into recomputed tokens"""
     slot_steps: int = 0
     slot_steps_used: int = 0
     live_batch_sum: int = 0
@@ -72,6 +80,17 @@ class StatsClock:
     def __init__(self) -> None:
         self.totals = EngineStats()
         self._started = time.perf_counter()
+
+    def spend(self, seconds: float, before: EngineStats) -> None:
+        """A step took so long; `before` is a copy of the totals from before it."""
+        totals = self.totals
+        totals.busy_seconds += seconds
+        if totals.prefill_steps > before.prefill_steps:
+            totals.prefill_seconds += seconds
+            totals.prefill_flops += totals.flops - before.flops
+            totals.prefill_bytes += totals.bytes - before.bytes
+        if recomputed := totals.recomputed_tokens - before.recomputed_tokens:
+            totals.recompute_seconds += seconds * recomputed / (totals.tokens_computed - before.tokens_computed)
 
     def snapshot(self, **gauges: float) -> dict[str, float]:
         totals = {name: float(value) for name, value in asdict(self.totals).items()}

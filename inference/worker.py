@@ -88,7 +88,7 @@ class InferenceWorker:
             finished, self._finished = self._finished, []
         if self._thread.failure is not None and not finished:
             raise self._thread.failure
-        stats = self._engine.stats()
+        stats = {**self._engine.stats(), "stall_seconds": self._thread.stalled_seconds()}
         samples = _translated(lambda: tuple(self._sample(sequence) for sequence in finished))
         return DrainReply(samples=samples, stats=stats, queued=int(stats["running"] + stats["waiting"]))
 

@@ -30,9 +30,13 @@ def engine(
     quantization: str | None = None,
     seed: int = 0,
     threads: Annotated[int | None, typer.Option(help="CPU threads; all cores if not given.")] = None,
+    published: Annotated[
+        bool, typer.Option("--as-reported", help="Also MFU and MBU by the constants of OLMo 3's ablation.")
+    ] = False,
 ) -> None:
     """Tokens a second of the engine on a load, and its share of what the device can do. EOS is ignored."""
     from olmorl.bench.engine import bench_engine
+    from olmorl.metrics.utilization import as_reported
 
     options = {
         "batching": batching,
@@ -50,7 +54,10 @@ def engine(
         "seed": seed,
         "threads": threads,
     }
-    _report(bench_engine(model, workload, options), json_file)
+    figures = bench_engine(model, workload, options)
+    if published:
+        figures |= as_reported(figures["tokens_per_second"], devices=1)
+    _report(figures, json_file)
 
 
 @app.command()

@@ -7,6 +7,7 @@ import logging
 import signal
 import sys
 import traceback
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -31,6 +32,12 @@ app = typer.Typer(
 
 
 app.add_typer(bench.app, name="bench")
+
+
+class Colour(StrEnum):
+    logprob = "logprob"
+    version = "version"
+    none = "none"
 
 
 def _print_version(wanted: bool) -> None:
@@ -71,6 +78,32 @@ def train(
         command.print_plan(config, overrides or [])
     else:
         command.train(config, overrides or [], resume=resume)
+
+
+@app.command()
+def dashboard(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN_DIR...", help="Run directory; more are laid over it.")],
+    port: Annotated[int, typer.Option(help="0 takes a free one.", min=0, max=65535)] = 8080,
+    host: Annotated[str, typer.Option(help="Where to listen; the page has no password.")] = "127.0.0.1",
+) -> None:
+    """Serve the live page of a run: curves, utilisation, ledgers, rollouts."""
+    from olmorl.cli.dashboard import serve
+
+    serve(runs, host=host, port=port)
+
+
+@app.command()
+def inspect(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Run directory.")],
+    step: Annotated[int | None, typer.Option(help="Groups of this step; the newest if not given.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="Groups of this prompt_id, over all steps.")] = None,
+    colour: Annotated[Colour, typer.Option(help="What colours a token.")] = Colour.logprob,
+    limit: Annotated[int, typer.Option(help="Groups shown at most.", min=1)] = 8,
+) -> None:
+    """Read rollouts: text, rewards and fates, a group side by side."""
+    from olmorl.cli.inspect import inspect as show
+
+    show(run_dir, step=step, prompt=prompt, colour=colour.value, limit=limit)
 
 
 @app.command()

@@ -301,6 +301,11 @@ class LoggingSection(Section):
     wandb_project: str = "olmorl"
     rollouts: bool = True
     """write every sample of every step to parquet"""
+    prometheus_port: int | None = Field(None, ge=0, le=65535)
+    """port of the driver's Prometheus endpoint, which also tells of every worker; 0 takes a free one, None has none"""
+    prometheus_host: str = "127.0.0.1"
+    timeline_seconds: float = Field(1.0, ge=0)
+    """how often what each worker does is written to timeline.jsonl; 0 writes none"""
 
 
 class ClusterSection(Section):

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import time
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -28,6 +29,8 @@ from olmorl.data.prompt_set import PromptSet, load_prompts
 from olmorl.data.stream import PromptStream
 from olmorl.data.tokenizer import PromptEncoder, load_tokenizer
 from olmorl.metrics.sinks import open_sinks
+from olmorl.metrics.time_ledger import TimeLedger
+from olmorl.metrics.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +85,7 @@ async def compose(
     scorer: Scorer,
 ) -> Session:
     """Start the workers and join them, from `checkpoint` if there is one."""
+    learner_time, started = TimeLedger(), time.time()
     stream = PromptStream(inputs.train, seed=config.run.seed, shuffle=config.data.shuffle)
     version, totals, prompts, groups = 0, Totals(), PromptQueue(stream), list[Group]()
     if checkpoint is not None:
@@ -118,10 +122,11 @@ async def compose(
         directory=directory,
         attempt=attempt,
         fleet=fleet,
-        sinks=open_sinks(config, directory.path, first_step=version),
+        sinks=open_sinks(config, directory.path, first_step=version, counters=lambda: service.stats),
         totals=totals,
         carried_tokens=sum(group.tokens_received for group in groups),
     )
+    has_timeline = config.logging.timeline_seconds > 0
     return Session(
         config=config,
         directory=directory,
@@ -135,6 +140,8 @@ async def compose(
         recorder=recorder,
         attempt=attempt,
         groups=groups,
+        timeline=Timeline(directory.timeline_file, peak=fleet.engine_peak, started=started) if has_timeline else None,
+        learner_time=learner_time,
         version=version,
     )
 

@@ -81,6 +81,7 @@ class Recorder:
         self._dropped: list[Group] = []
         self._updates: list[UpdateReport] = []
         self._stats_before: Stats = {}
+        self._learner_time_before: dict[str, float] = {}
         self._seconds_before = totals.seconds
         self._t_started = self._t_row = self._t_trained = time.perf_counter()
         self.totals = totals
@@ -130,8 +131,15 @@ class Recorder:
         """An update is live; the next row tells of it."""
         self._updates.append(update)
 
-    def write_row(self, step: Step, evaluation: Evaluation | None, stats: Stats, faults: dict[str, float]) -> None:
-        """Everything known of the step, to the rollout file and to every sink."""
+    def write_row(
+        self,
+        step: Step,
+        evaluation: Evaluation | None,
+        stats: Stats,
+        learner_time: dict[str, float],
+        faults: dict[str, float],
+    ) -> None:
+        """Everything known of the step, to the rollout file and to every sink. `learner_time`: seconds so far."""
         now = time.perf_counter()
         seconds, self._t_row = now - self._t_row, now
         bag = MetricBag()
@@ -140,6 +148,7 @@ class Recorder:
             step_metrics.add_update(bag, update)
         step_metrics.add_times(bag, step.times)
         step_metrics.add_engines(bag, self._stats_before, stats, peak=self._fleet.engine_peak, seconds=seconds)
+        step_metrics.add_learner_time(bag, self._learner_time_before, learner_time)
         if step.groups:
             step_metrics.add_rollouts(bag, step.groups, version=step.number - 1)
             step_metrics.add_training(
@@ -152,7 +161,7 @@ class Recorder:
         bag.update({"progress/episodes": totals.episodes, "progress/tokens_total": totals.tokens})
         bag.update(self._ledger.drain())
         bag.update(faults)
-        self._stats_before = stats
+        self._stats_before, self._learner_time_before = stats, learner_time
         if self._config.logging.rollouts and step.groups:
             rows = step_metrics.rollout_rows(
                 step.groups, step=step.number, attempt=self._attempt, t_trained=step.t_trained

@@ -18,7 +18,7 @@ from olmorl.controller.cluster import Remote
 from olmorl.controller.router import Router
 from olmorl.controller.signal import Changed
 
-POLL_SECONDS = 5.0  # how long a worker may hold a poll open while nothing finishes
+POLL_SECONDS = 1.0  # how long a worker may hold a poll open while nothing finishes
 ANSWER_SECONDS = 60.0  # beyond that: a worker that stays silent this long is taken for lost
 
 

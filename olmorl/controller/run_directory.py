@@ -28,6 +28,10 @@ class RunDirectory:
         return self.path / "metrics.jsonl"
 
     @property
+    def timeline_file(self) -> Path:
+        return self.path / "timeline.jsonl"
+
+    @property
     def summary_file(self) -> Path:
         return self.path / "summary.json"
 

@@ -28,6 +28,8 @@ from olmorl.controller.step_metrics import StepTimes
 from olmorl.controller.supervisor import EngineSupervisor, watch_learners
 from olmorl.controller.sync import WeightSync
 from olmorl.data.prompt import Prompt
+from olmorl.metrics.time_ledger import TimeLedger
+from olmorl.metrics.timeline import Timeline
 
 T = TypeVar("T")
 
@@ -52,6 +54,8 @@ class Session:
         recorder: Recorder,
         attempt: int,
         groups: list[Group],
+        timeline: Timeline | None,
+        learner_time: TimeLedger,
         version: int,
     ) -> None:
         """`groups` were finished by an earlier attempt and wait to be trained at `version` or later."""
@@ -66,6 +70,8 @@ class Session:
         self._eval_prompts = eval_prompts
         self._recorder = recorder
         self._attempt = attempt
+        self._timeline = timeline
+        self._learner_time = learner_time
         self._buffer = RolloutBuffer(
             groups_per_batch=config.rollout.prompts_per_step,
             async_steps=config.rollout.async_steps,
@@ -93,7 +99,11 @@ class Session:
         self._background.start_loop("service", self._service.run())
         self._background.start_loop("supervisor", self._supervisor.run())
         self._background.start_loop(LEARNERS, watch_learners(self._fleet.learners, heartbeat_seconds=heartbeat))
+        if self._timeline is not None:
+            self._background.start_loop("timeline", self._write_timeline(self._timeline))
+        self._learner_time.enter("sending")
         await self._background.unless_failed(self._sync.snapshot(self.version))
+        self._learner_time.enter("waiting")
         await self._background.unless_failed(self._go_live(self._step))
         self._background.start_loop("rollouts", self._loops.run())
 
@@ -117,12 +127,14 @@ class Session:
             attention_tokens=self._fleet.attention_tokens,
         )
         deadline = self._config.learner.step_timeout_seconds
+        self._learner_time.enter("training")
         calls = [
             learner.call("train_step", rank_batch, timeout=deadline)
             for learner, rank_batch in zip(self._fleet.learners, rank_batches, strict=True)
         ]
         reports = await self._background.unless_failed(gather(calls))
         # From here on nothing awaits: the step's groups and the captured state speak of one instant.
+        self._learner_time.enter("waiting")
         self._times.train = time.perf_counter() - started
         self._times.reward = self._scorer.drain_seconds()
         self._loops.trained(batch)
@@ -139,7 +151,9 @@ class Session:
         self._times.wait_for_policy = time.perf_counter() - started
         if self.version == self._config.run.steps:
             await self._stop_rollouts()
+        self._learner_time.enter("sending")
         await self._background.unless_failed(self._sync.snapshot(self.version))
+        self._learner_time.enter("waiting")
         self._background.start_job(self._go_live(self._step))
 
     async def settle(self) -> None:
@@ -163,7 +177,9 @@ class Session:
         self._recorder.check_books(received_tokens=self._service.tokens_received, pending_tokens=self._pending_tokens)
         folder = self._directory.checkpoint(self.version)
         folder.mkdir(parents=True)
+        self._learner_time.enter("checkpointing")
         await self._all_learners("save", str(folder / "learner"))
+        self._learner_time.enter("waiting")
         self._background.start_job(self._complete_checkpoint(self.version, state), name=CHECKPOINT)
         self._times.checkpoint = time.perf_counter() - started
 
@@ -196,6 +212,14 @@ class Session:
         await self._service.close()
         self._recorder.received(self._service.tokens_received)
         self._recorder.close_sinks()
+        if self._timeline is not None:
+            self._timeline.close()
+
+    async def _write_timeline(self, timeline: Timeline) -> None:
+        """Consumes the newest counters of every worker; runs until it is stopped."""
+        while True:
+            timeline.write(self._service.stats, self._learner_time.totals(), now=time.time())
+            await asyncio.sleep(self._config.logging.timeline_seconds)
 
     async def _go_live(self, step: Step) -> None:
         self._recorder.updated(await self._sync.publish(step.number))
@@ -207,7 +231,8 @@ class Session:
         step.times.eval = time.perf_counter() - started
         self._recorder.lost(self._service.lost_tokens)
         stats = snapshot_stats(self._service.stats)
-        await asyncio.to_thread(self._recorder.write_row, step, evaluation, stats, self._faults())
+        learner_time = self._learner_time.totals()
+        await asyncio.to_thread(self._recorder.write_row, step, evaluation, stats, learner_time, self._faults())
         await asyncio.to_thread(self._recorder.received, self._service.tokens_received)
 
     async def _evaluate(self, version: int) -> Evaluation | None:

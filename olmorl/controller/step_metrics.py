@@ -12,6 +12,7 @@ from olmorl.controller.group import Fate, Group
 from olmorl.controller.sync import UpdateReport
 from olmorl.metrics.bag import MetricBag
 from olmorl.metrics.rollout_log import RolloutRow
+from olmorl.metrics.time_ledger import engine_seconds
 from olmorl.metrics.utilization import Peak, since, utilization
 
 Stats = Mapping[str, Mapping[str, float]]  # worker name -> cumulative counters
@@ -71,6 +72,10 @@ def add_engines(bag: MetricBag, before: Stats, after: Stats, *, peak: Peak, seco
         bag.add("throughput/inference_mfu", used.mfu)
         bag.add("throughput/inference_mbu", used.mbu)
         bag.add("engine/kv_usage", counters.get("kv_usage", 0.0))
+        for kind, spent in engine_seconds(before.get(worker, {}), counters, span=seconds).items():
+            bag.add(f"engine_time/{kind}", spent, reduce="sum")
+    for name, value in _by_phase(before, after, peak).items():
+        bag.add(f"throughput/{name}", value)
     if total["steps"]:
         bag.add("engine/live_batch_mean", total["live_batch_sum"] / total["steps"])
         bag.add("engine/step_seconds", total["busy_seconds"] / total["steps"])
@@ -94,6 +99,27 @@ _COUNTERS = (
     "prefill_tokens_shared",
     "preemptions",
 )
+
+
+def _by_phase(before: Stats, after: Stats, peak: Peak) -> dict[str, float]:
+    """Utilisation of the steps that only decoded and of those that prefilled, over the time these took."""
+    names = ("seconds", "flops", "bytes")
+    busy = [sum(since(before.get(w, {}), after[w], c) for w in after) for c in ("busy_seconds", "flops", "bytes")]
+    prefill = [sum(since(before.get(w, {}), after[w], f"prefill_{name}") for w in after) for name in names]
+    found = {}
+    for phase, (seconds, flops, num_bytes) in (
+        ("decode", tuple(b - p for b, p in zip(busy, prefill, strict=True))),
+        ("prefill", tuple(prefill)),
+    ):
+        if seconds > 0:
+            found[f"{phase}_mfu"] = flops / seconds / peak.flops
+            found[f"{phase}_mbu"] = num_bytes / seconds / peak.bandwidth
+    return found
+
+
+def add_learner_time(bag: MetricBag, before: Mapping[str, float], after: Mapping[str, float]) -> None:
+    for kind, seconds in after.items():
+        bag.add(f"learner_time/{kind}", seconds - before.get(kind, 0.0), reduce="sum")
 
 
 def add_training(bag: MetricBag, reports: Sequence[StepReport], *, peak_flops: float, seconds: float) -> None:

@@ -21,13 +21,15 @@ _GROUPS = {
     "optim": "lr grad_norm skipped_steps",
     "throughput": (
         "tokens_per_second trained_tokens_per_second tokens_per_second_per_device inference_mfu inference_mbu "
-        "learner_mfu goodput"
+        "learner_mfu goodput decode_mfu decode_mbu prefill_mfu prefill_mbu"
     ),
     "engine": (
         "live_batch_mean kv_usage slot_waste preemptions prefill_tokens_computed prefill_tokens_shared "
         "prefix_hit_rate step_seconds"
     ),
     "time": "step wait_for_batch wait_for_straggler wait_for_policy train reward checkpoint eval",
+    "engine_time": "starting prefill decode recompute stalled waiting",
+    "learner_time": "starting waiting training sending checkpointing",
     "sync": "seconds stall_seconds bytes failures",
     "waste": "trained zero_variance surplus stale truncated aborted eval error rolled_back lost",
     "eval": "<set>/avg_at_k <set>/pass_at_k",

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from olmorl.metrics.utilization import Peak, since, utilization
+from olmorl.metrics.utilization import Peak, as_reported, since, utilization
 
 PEAK = Peak(flops=100.0, bandwidth=10.0)
 
@@ -45,3 +45,13 @@ def test_spans_add_up(steps: list[tuple[int, int, int]]) -> None:
     parts = [utilization(a, b, peak=PEAK) for a, b in pairwise(snapshots)]
     assert sum(p.mfu * p.seconds for p in parts) == pytest.approx(whole.mfu * whole.seconds)
     assert sum(p.mbu * p.seconds for p in parts) == pytest.approx(whole.mbu * whole.seconds)
+
+
+@pytest.mark.parametrize(
+    ("rate", "mfu", "mbu"),
+    [(881, 0.0030, 0.1290), (975, 0.0033, 0.1429), (1358, 0.0046, 0.1989), (2949, 0.0101, 0.4321)],
+)
+def test_the_published_table_is_reproduced(rate: float, mfu: float, mbu: float) -> None:
+    reported = as_reported(rate, devices=8)
+    assert reported["mbu_as_reported"] == pytest.approx(mbu, abs=2e-4)
+    assert reported["mfu_as_reported"] == pytest.approx(mfu, abs=5e-5)

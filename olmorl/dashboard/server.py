@@ -1,0 +1,122 @@
+"""The page's server: one HTML file, plotly's script from its Python package, and the charts as JSON. Nothing leaves
+the host, and nothing is written."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from plotly.io.json import to_json_plotly
+from plotly.offline import get_plotlyjs
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
+from starlette.middleware.gzip import GZipMiddleware
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from olmorl.dashboard.charts import CHARTS
+from olmorl.dashboard.run_data import RunData
+from olmorl.dashboard.samples import step_groups
+
+_PAGE = Path(__file__).with_name("page.html")
+_SCRIPT = Path(__file__).with_name("page.js")
+_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; "
+        "connect-src 'self'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-store",
+}
+
+
+def dashboard_app(directories: list[Path]) -> Starlette:
+    """`directories`: the run shown first; more are laid over its curves.
+
+    Raises:
+        ConfigError: one of them is no run directory.
+    """
+    runs = [RunData(path) for path in directories]
+    lock = asyncio.Lock()  # one request reads the files at a time
+
+    async def charts(request: Request) -> Response:
+        async with lock:
+            return Response(await asyncio.to_thread(_charts, runs), media_type="application/json")
+
+    async def rollouts(request: Request) -> Response:
+        try:
+            step = int(request.query_params["step"])
+        except (KeyError, ValueError):
+            return PlainTextResponse("step must be a number, as in /rollouts?step=3", status_code=400)
+        if step not in runs[0].rollout_steps():
+            return PlainTextResponse(f"no rollouts of step {step} here", status_code=404)
+        return JSONResponse(await asyncio.to_thread(step_groups, runs[0], step))
+
+    return Starlette(
+        routes=[
+            Route("/", lambda _: HTMLResponse(_PAGE.read_text())),
+            Route("/page.js", lambda _: Response(_SCRIPT.read_text(), media_type="text/javascript")),
+            Route("/plotly.js", lambda _: Response(get_plotlyjs(), media_type="text/javascript", headers=_KEEP)),
+            Route("/charts", charts),
+            Route("/rollouts", rollouts),
+        ],
+        middleware=[Middleware(BaseHTTPMiddleware, dispatch=_add_headers), Middleware(GZipMiddleware, compresslevel=1)],
+    )
+
+
+_KEEP = {"Cache-Control": "max-age=86400"}
+
+
+async def _add_headers(request: Request, call_next: RequestResponseEndpoint) -> Response:
+    response = await call_next(request)
+    for name, value in _HEADERS.items():
+        response.headers.setdefault(name, value)
+    return response
+
+
+def _charts(runs: list[RunData]) -> str:
+    for run in runs:
+        run.refresh()
+    return str(
+        to_json_plotly(
+            {
+                "runs": [{"name": run.name, "status": run.status, "step": run.last_step} for run in runs],
+                "tiles": _tiles(runs[0]),
+                "steps": runs[0].rollout_steps(),
+                "charts": [
+                    {"id": c.id, "title": c.title, "says": c.says, "figure": _plain(c.make(runs))} for c in CHARTS
+                ],
+            }
+        )
+    )
+
+
+def _plain(figure: Any) -> dict[str, Any]:
+    found = figure.to_dict()
+    found["layout"].pop("template", None)  # the page has its own, and 7 KB a chart are felt through a tunnel
+    return dict(found)
+
+
+def _tiles(run: RunData) -> list[dict[str, str]]:
+    """The glance: name and value of what an operator asks first."""
+    tiles = []
+    for name, metric, form in (
+        ("reward", "reward/mean", "{:.3f}"),
+        ("tokens/s", "throughput/tokens_per_second", "{:,.0f}"),
+        ("trained tokens/s", "throughput/trained_tokens_per_second", "{:,.0f}"),
+        ("MBU", "throughput/inference_mbu", "{:.1%}"),
+        ("MFU", "throughput/inference_mfu", "{:.1%}"),
+        ("learner MFU", "throughput/learner_mfu", "{:.1%}"),
+        ("engine stall", "sync/stall_seconds", "{:.4f} s"),
+        ("version lag", "off_policy/version_lag_mean", "{:.1f}"),
+    ):
+        value = run.last(metric)
+        tiles.append({"name": name, "value": "–" if value is None else form.format(value)})
+    steps, waits = run.series("time/wait_for_batch")
+    _, seconds = run.series("time/step")
+    if steps and sum(seconds):
+        share = float(np.sum(waits) / np.sum(seconds))
+        tiles.insert(6, {"name": "learner waits", "value": f"{share:.0%}"})
+    return tiles

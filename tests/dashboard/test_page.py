@@ -1,0 +1,139 @@
+"""The page as a person meets it: in a real browser, on a finished run, a live one, a long one, two together."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from olmorl.dashboard.charts import CHARTS
+from olmorl.metrics.jsonl_sink import JsonlSink
+
+Make = Callable[..., Path]
+Serve = Callable[..., str]
+
+
+class Page:
+    """A tab that keeps what went wrong in it and where it asked."""
+
+    def __init__(self, browser: Any, address: str, *, width: int = 1440) -> None:
+        self.tab = browser.new_page(viewport={"width": width, "height": 900})
+        self.errors: list[str] = []
+        self.asked: list[str] = []
+        self.tab.on("console", lambda m: self.errors.append(m.text) if m.type in ("error", "warning") else None)
+        self.tab.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.tab.on("request", lambda request: self.asked.append(request.url))
+        self.address = address
+        started = time.perf_counter()
+        self.tab.goto(address)
+        self.tab.wait_for_selector(f"#plot-{CHARTS[-1].id} .main-svg, #plot-{CHARTS[-1].id} .none")
+        self.seconds_to_open = time.perf_counter() - started
+
+    def points(self, chart: str) -> int:
+        script = "id => (document.getElementById(id).data || []).reduce((n, trace) => n + (trace.x || []).length, 0)"
+        return int(self.tab.evaluate(script, f"plot-{chart}"))
+
+    def until(self, script: str) -> None:
+        """Wait for a condition; the page itself may not evaluate strings, so it is asked from outside."""
+        deadline = time.monotonic() + 15
+        while not self.tab.evaluate(script):
+            assert time.monotonic() < deadline, f"never came true: {script}"
+            self.tab.wait_for_timeout(50)
+
+    def check(self) -> None:
+        assert self.errors == []
+        local = [url for url in self.asked if url.startswith((self.address, "data:", "blob:"))]
+        assert self.asked == local, "a request left the host"
+        self.tab.close()
+
+
+@pytest.fixture
+def opened(browser: Any, serve: Serve) -> Callable[..., Page]:
+    return lambda *runs, **options: Page(browser, serve(*runs), **options)
+
+
+@pytest.mark.parametrize("width", [1440, 390])
+def test_every_chart_of_a_finished_run_has_data(
+    width: int, tmp_path: Path, make_run: Make, opened: Callable[..., Page]
+) -> None:
+    page = opened(make_run(tmp_path / "run", steps=40), width=width)
+    assert page.tab.text_content("#status") == "finished" and page.tab.text_content("#step") == "step 40"
+    assert {chart.id: page.points(chart.id) for chart in CHARTS if page.points(chart.id) == 0} == {}
+    assert page.tab.evaluate("document.documentElement.scrollWidth <= innerWidth"), "the page scrolls sideways"
+    page.check()
+
+
+def test_hover_and_the_hiding_of_a_line_work(tmp_path: Path, make_run: Make, opened: Callable[..., Page]) -> None:
+    page = opened(make_run(tmp_path / "run", steps=40))
+    plot = page.tab.locator("#plot-reward .nsewdrag").first
+    plot.scroll_into_view_if_needed()
+    box = plot.bounding_box()
+    page.tab.mouse.move(box["x"] + 10, box["y"] + box["height"] / 2)
+    page.tab.mouse.move(box["x"] + box["width"] / 2, box["y"] + 10, steps=5)
+    page.tab.wait_for_selector("#plot-reward .hoverlayer .hovertext", state="attached")
+    entry = page.tab.locator("#plot-reward .legendtoggle").first
+    entry.click()
+    page.until("document.getElementById('plot-reward').data.some(t => t.visible === 'legendonly')")
+    page.check()
+
+
+def test_a_live_run_is_followed(tmp_path: Path, make_run: Make, opened: Callable[..., Page]) -> None:
+    run = make_run(tmp_path / "run", steps=5, summary=False)
+    page = opened(run)
+    assert page.tab.text_content("#status") == "live"
+    sink = JsonlSink(run / "metrics.jsonl")
+    sink.write(6, {"reward/mean": 0.123})
+    sink.close()
+    page.until("document.getElementById('step').textContent === 'step 6'")
+    assert "0.123" in page.tab.text_content("#tiles")
+    page.check()
+
+
+def test_rollouts_are_read_as_text_with_the_keyboard_alone(
+    tmp_path: Path, make_run: Make, opened: Callable[..., Page]
+) -> None:
+    page = opened(make_run(tmp_path / "run", steps=4))
+    page.tab.focus("#tab-rollouts")
+    page.tab.keyboard.press("Enter")
+    page.tab.wait_for_selector("#groups details summary")
+    assert page.tab.locator("#groups details").count() == 3
+    page.tab.focus("#groups details summary >> nth=0")
+    page.tab.keyboard.press("Enter")
+    assert page.tab.locator("#groups .sample").count() == 4
+    colours = page.tab.evaluate("[...document.querySelectorAll('.tokens span')].map(s => s.style.background)")
+    page.tab.select_option("#colour", "versions")
+    page.tab.focus("#groups details summary >> nth=0")
+    page.tab.keyboard.press("Enter")
+    page.tab.wait_for_selector("#groups .sample")
+    recoloured = page.tab.evaluate("[...document.querySelectorAll('.tokens span')].map(s => s.style.background)")
+    assert len(colours) == len(recoloured) > 0 and colours != recoloured and len(set(recoloured)) == 2
+    page.tab.select_option("#which", "2")
+    page.until("document.querySelector('#groups summary').textContent.startsWith('0-2-')")
+    page.check()
+
+
+def test_a_run_of_2000_steps_opens_in_two_seconds(tmp_path: Path, make_run: Make, opened: Callable[..., Page]) -> None:
+    page = opened(make_run(tmp_path / "run", steps=2000, rollouts=40))
+    assert page.points("reward") >= 2000
+    # The bound on a quiet machine is 2 s; tests share theirs with others.
+    assert page.seconds_to_open < 10
+    page.check()
+
+
+def test_runs_are_laid_over_each_other(tmp_path: Path, make_run: Make, opened: Callable[..., Page]) -> None:
+    page = opened(make_run(tmp_path / "one", steps=5), make_run(tmp_path / "two", steps=9))
+    assert page.tab.text_content("#name") == "one against two"
+    names = page.tab.evaluate("document.getElementById('plot-reward').data.map(trace => trace.name)")
+    assert {"reward · one", "reward · two"} <= set(names)
+    page.check()
+
+
+def test_dark_and_light_differ(tmp_path: Path, make_run: Make, opened: Callable[..., Page]) -> None:
+    page = opened(make_run(tmp_path / "run", steps=3))
+    colour = "document.querySelector('#plot-reward .xtick text').style.fill"
+    page.tab.emulate_media(color_scheme="light")
+    page.until(f"{colour} === 'rgb(27, 31, 39)'")
+    page.tab.emulate_media(color_scheme="dark")
+    page.until(f"{colour} === 'rgb(231, 234, 240)'")
+    page.check()

@@ -1,0 +1,93 @@
+"""What is read of a run directory: each line once, whole lines only, and nothing of a folder that is no run."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from olmorl.cli.main import run as command
+from olmorl.contract.errors import ConfigError
+from olmorl.dashboard.run_data import Growing, RunData
+from olmorl.metrics.rollout_log import read_rollouts
+
+Make = Callable[..., Path]
+
+
+def test_a_growing_file_is_read_once_and_by_whole_lines(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    rows = Growing(path)
+    rows.refresh()
+    assert list(rows.rows) == []
+    path.write_text('{"a": 1}\n{"a": 2')
+    rows.refresh()
+    assert [row["a"] for row in rows.rows] == [1]
+    with path.open("a") as file:
+        file.write("2}\n")
+    rows.refresh()
+    assert [row["a"] for row in rows.rows] == [1, 22]
+    path.write_text('{"a": 3}\n')  # a resumed run has cut it
+    rows.refresh()
+    assert [row["a"] for row in rows.rows] == [3]
+
+
+def test_samples_are_those_of_the_rollouts(tmp_path: Path, make_run: Make) -> None:
+    run = RunData(make_run(tmp_path / "run", steps=6, rollouts=2))
+    samples = run.samples(5)
+    assert run.rollout_steps() == [5, 6] and len(samples) == 2
+    rows = read_rollouts(run.rollouts_file(6))
+    assert samples[1].lengths.tolist() == [len(row.token_ids) for row in rows]
+    assert samples[1].truncated.tolist() == [row.finish_reason == "length" for row in rows]
+    trained = [row for row in rows if row.fate == "trained"]
+    assert samples[1].lags.tolist() == [5 - row.version_spans[0][0] for row in trained]
+    ages = [5 - version for row in trained for version, start, end in row.version_spans for _ in range(start, end)]
+    assert np.bincount(samples[1].ages).tolist() == np.bincount(ages).tolist()
+
+
+def test_the_timeline_holds_the_last_seconds(tmp_path: Path, make_run: Make) -> None:
+    run = RunData(make_run(tmp_path / "run", steps=1))
+    run.refresh()
+    rows = run.timeline(9.5)
+    assert {row["worker"] for row in rows} == {"inference-0", "inference-1", "learner"}
+    assert max(row["t"] for row in rows) - min(row["t"] for row in rows) == 9
+    for row in rows:
+        assert sum(row["spent"].values()) == pytest.approx(row["span"], abs=2e-3)
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match="no run directory"):
+        RunData(tmp_path)
+    assert command(["dashboard", str(tmp_path / "nowhere")]) == 2
+    assert command(["inspect", str(tmp_path)]) == 2
+    assert "no run directory" in capsys.readouterr().err
+
+
+def test_inspect_prints_a_group_side_by_side(
+    tmp_path: Path, make_run: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path / "run", steps=6, rollouts=2)
+    assert command(["inspect", str(run), "--step", "5", "--limit", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "0-5-0" in out and "0-5-1" in out and "0-5-2" not in out and "mean reward 0.500" in out and "#3" in out
+    assert command(["inspect", str(run), "--prompt", "0-6-2", "--colour", "version"]) == 0
+    assert "step 6 · 0-6-2" in capsys.readouterr().out
+    assert command(["inspect", str(run), "--step", "77"]) == 2
+    assert "no rollouts of step 77" in capsys.readouterr().err
+    assert command(["inspect", str(run), "--prompt", "who"]) == 2
+
+
+def test_what_the_server_says_is_json_without_a_template(tmp_path: Path, make_run: Make) -> None:
+    from starlette.testclient import TestClient
+
+    from olmorl.dashboard.server import dashboard_app
+
+    client = TestClient(dashboard_app([make_run(tmp_path / "run", steps=3)]))
+    said = json.loads(client.get("/charts").text)
+    assert said["runs"] == [{"name": "run", "status": "finished", "step": 3}]
+    assert {"name": "learner waits", "value": "75%"} in said["tiles"]
+    assert all("template" not in chart["figure"]["layout"] for chart in said["charts"])
+    groups = client.get("/rollouts", params={"step": 3}).json()
+    assert len(groups) == 3 and groups[0]["samples"][0]["tokens"][0].startswith("⟨")
+    assert client.get("/rollouts?step=9").status_code == 404 and client.get("/rollouts?step=x").status_code == 400
+    assert "default-src 'none'" in client.get("/").headers["content-security-policy"]

@@ -1,0 +1,107 @@
+"""Bytes and FLOPs of a step against figures worked out by hand from the published shapes of the models.
+
+The parameter counts are those of the checkpoints; what follows is arithmetic on them, written out.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from inference.model.architecture import Architecture, Layer
+from inference.model.rope import Rope
+from inference.stats import CostModel
+
+QWEN25_7B = 7_615_616_512  # parameters, embedding and head apart, as in the checkpoint
+OLMO3_7B = 7_298_011_136
+LLAMA_135M = 134_515_008  # SmolLM2, whose head is its embedding
+
+
+def architecture(**shape: Any) -> Architecture:
+    windows = shape.pop("windows")
+    rope = Rope.__new__(Rope)  # plays no part in the costs
+    return Architecture(
+        layers=tuple(Layer(window, rope) for window in windows), norm_eps=1e-6, max_positions=65536, **shape
+    )
+
+
+def qwen() -> CostModel:
+    arch = architecture(
+        vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_heads=28, num_kv_heads=4, head_dim=128,
+        windows=[None] * 28, tied=False, qkv_bias=True,
+    )  # fmt: skip
+    return CostModel(arch, num_parameters=QWEN25_7B, element_size=2)
+
+
+def olmo3() -> CostModel:
+    arch = architecture(
+        vocab_size=100278, hidden_size=4096, intermediate_size=11008, num_heads=32, num_kv_heads=32, head_dim=128,
+        windows=[None if layer % 4 == 3 else 4096 for layer in range(32)], tied=False, norms="post", qk_norm="whole",
+    )  # fmt: skip
+    return CostModel(arch, num_parameters=OLMO3_7B, element_size=2)
+
+
+def smollm() -> CostModel:
+    arch = architecture(
+        vocab_size=49152, hidden_size=576, intermediate_size=1536, num_heads=9, num_kv_heads=3, head_dim=64,
+        windows=[None] * 30, tied=True,
+    )  # fmt: skip
+    return CostModel(arch, num_parameters=LLAMA_135M, element_size=4)
+
+
+def step(*chunks: tuple[int, int]) -> Any:
+    """A step that computes positions [start, end) of each sequence."""
+    positions = [np.arange(start, end) for start, end in chunks]
+    ends = np.cumsum([len(p) for p in positions])
+    return SimpleNamespace(
+        token_ids_T=np.zeros(ends[-1]), positions_T=np.concatenate(positions), chunk_ends_C=np.asarray(ends)
+    )
+
+
+def test_qwen25_7b_decodes_16_sequences_of_8000() -> None:
+    flops, num_bytes = qwen().step(step(*[(7999, 8000)] * 16))
+    read_once = QWEN25_7B - 152064 * 3584  # of the embedding only the rows looked up
+    assert read_once == 7_070_619_136
+    kv = 2 * 28 * 4 * 128 * 2  # bytes a token: keys and values, layers, heads, head size, bfloat16
+    assert kv == 57_344
+    assert num_bytes == read_once * 2 + 16 * 3584 * 2 + 16 * 8000 * kv + 16 * kv
+    assert num_bytes == pytest.approx(21.48e9, rel=1e-3)
+    assert flops == 2 * read_once * 16 + 4 * 28 * 28 * 128 * 16 * 8000
+
+
+def test_qwen25_7b_prefills_2048() -> None:
+    flops, num_bytes = qwen().step(step((0, 2048)))
+    pairs = 2048 * 2049 // 2  # causal
+    assert flops == 2 * 7_070_619_136 * 2048 + 4 * 28 * 28 * 128 * pairs
+    assert num_bytes == 7_070_619_136 * 2 + 2048 * 3584 * 2 + (2048 + 2048) * 57_344  # read once, and written
+
+
+def test_a_chunk_reads_its_context_once_and_decoding_beside_it_its_own() -> None:
+    flops, num_bytes = qwen().step(step((1000, 1100), (4999, 5000)))
+    assert num_bytes == 7_070_619_136 * 2 + 101 * 3584 * 2 + (1100 + 5000) * 57_344 + 101 * 57_344
+    pairs = sum(range(1001, 1101)) + 5000
+    assert flops == 2 * 7_070_619_136 * 101 + 4 * 28 * 28 * 128 * pairs
+
+
+def test_olmo3_7b_reads_no_further_than_its_windows() -> None:
+    flops, num_bytes = olmo3().step(step((19_999, 20_000)))
+    read_once = OLMO3_7B - 100278 * 4096
+    kv_a_layer = 2 * 32 * 128 * 2
+    seen = 8 * 20_000 + 24 * 4096  # every fourth layer sees everything
+    assert num_bytes == read_once * 2 + 4096 * 2 + kv_a_layer * (seen + 32)
+    assert flops == 2 * read_once + 4 * 32 * 128 * seen
+    assert olmo3().step(step((99, 100)))[0] == 2 * read_once + 4 * 32 * 128 * 32 * 100, "shorter than the window"
+
+
+def test_a_tied_head_is_read_as_the_head_it_is() -> None:
+    flops, num_bytes = smollm().step(step((99, 100)))
+    assert num_bytes == LLAMA_135M * 4 + 576 * 4 + 2 * 30 * 3 * 64 * 4 * (100 + 1)
+    assert flops == 2 * LLAMA_135M + 4 * 30 * 9 * 64 * 100
+
+
+def test_samples_that_share_a_prompt_prefill_it_once() -> None:
+    """The prompt's chunk is there once; each sample's own tokens read the whole context, as attention does."""
+    alone = qwen().step(step((0, 500)))[0]
+    shared = qwen().step(step((0, 500), *[(500, 501)] * 7))[0] - alone
+    assert shared == 7 * (2 * 7_070_619_136 + 4 * 28 * 28 * 128 * 501)

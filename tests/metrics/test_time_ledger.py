@@ -1,0 +1,72 @@
+"""Every second has one name, and the names add up."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from olmorl.metrics.time_ledger import LEARNER_TIMES, LearnerTime, TimeLedger, engine_seconds
+from olmorl.metrics.timeline import Timeline
+from olmorl.metrics.utilization import Peak
+
+PEAK = Peak(flops=100.0, bandwidth=10.0)
+
+
+@given(st.lists(st.tuples(st.sampled_from(LEARNER_TIMES), st.integers(0, 1000))))
+def test_a_learners_seconds_add_up_to_wall_time(work: list[tuple[LearnerTime, int]]) -> None:
+    now = 0.0
+    ledger = TimeLedger(clock=lambda: now)
+    expected: dict[str, float] = dict.fromkeys(LEARNER_TIMES, 0.0)
+    for doing, seconds in work:
+        ledger.enter(doing)
+        now += seconds
+        expected[doing] += seconds
+    assert ledger.totals() == expected and sum(ledger.totals().values()) == now
+
+
+@given(*[st.floats(0, 50)] * 4, st.floats(0, 100), st.booleans())
+def test_an_engines_seconds_add_up(
+    decode: float, prefill: float, recompute: float, stall: float, idle: float, together: bool
+) -> None:
+    """Also where a recomputed chunk shared its step with a prompt, so that its seconds count as prefill too."""
+    lived = decode + prefill + recompute + stall + idle
+    after = {
+        "wall_seconds": lived,
+        "busy_seconds": decode + prefill + recompute,
+        "prefill_seconds": prefill + (recompute if together else 0.0),
+        "recompute_seconds": recompute,
+        "stall_seconds": stall,
+    }
+    spent = engine_seconds({}, after, span=lived + 3.0)
+    assert sum(spent.values()) == pytest.approx(lived + 3.0)
+    assert all(seconds >= -1e-9 for seconds in spent.values())
+    assert spent["stalled"] == stall and spent["recompute"] == recompute
+    assert spent["starting"] == pytest.approx(3.0) and spent["waiting"] == pytest.approx(idle)
+    assert spent["prefill"] + spent["decode"] == pytest.approx(prefill + decode)
+
+
+def test_the_timeline_is_kept_short_and_whole(tmp_path: Path) -> None:
+    path = tmp_path / "timeline.jsonl"
+    timeline = Timeline(path, peak=PEAK, started=0.0, max_bytes=20_000)
+    for second in range(1, 400):
+        counters = {"wall_seconds": float(second), "busy_seconds": 0.5 * second, "output_tokens": 7.0 * second}
+        timeline.write({"inference-0": counters}, {"waiting": float(second)}, now=second)
+    timeline.close()
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert path.stat().st_size <= 20_000 and rows[-1]["t"] == 399
+    engine = [row for row in rows if row["worker"] == "inference-0"]
+    assert [row["t"] for row in engine] == list(range(400 - len(engine), 400)), "rows are missing"
+    assert engine[-1]["tokens_per_second"] == 7 and engine[-1]["spent"]["decode"] == 0.5
+
+
+def test_an_engine_that_said_nothing_new_has_no_row(tmp_path: Path) -> None:
+    timeline = Timeline(tmp_path / "timeline.jsonl", peak=PEAK, started=0.0)
+    for second in (1.0, 2.0, 3.0):
+        counters = {"wall_seconds": 1.0 if second < 3 else 3.0}
+        timeline.write({"inference-0": counters}, {}, now=second)
+    timeline.close()
+    rows = [json.loads(line) for line in (tmp_path / "timeline.jsonl").read_text().splitlines()]
+    assert [row["t"] for row in rows if row["worker"] == "inference-0"] == [1.0, 3.0]
+    assert rows[-2]["span"] == 2.0
