@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -15,6 +16,7 @@ from olmorl.controller.canary import canary_sequences
 from olmorl.controller.cluster import Cluster, Remote
 from olmorl.controller.evaluate import EvalSet, load_eval_sets
 from olmorl.controller.fleet import replace_engine, start_fleet
+from olmorl.controller.group import Group
 from olmorl.controller.placement import Placement
 from olmorl.controller.recorder import Recorder, Totals
 from olmorl.controller.resume import DriverState, PromptQueue
@@ -70,12 +72,17 @@ def load_inputs(config: Config) -> Inputs:
     )
     held_out = [prompt for one in evaluation for prompt in one.prompts]
     rows = [*train.verifiers, *(check.verifier for prompt in held_out for check in prompt.checks)]
-    named = [*train.environments, *(prompt.environment for prompt in held_out)]
-    environments = tuple(dict.fromkeys(name for name in named if name))
-    for name in environments:
-        environment_path(name)  # refuses an unknown name
+    environments = environments_of([*train.environments, *(prompt.environment for prompt in held_out)])
     verifiers = verifiers_to_load(config.reward, rows)
     return Inputs(train, evaluation, verifiers, environments, encoder.tokenizer, canary)
+
+
+def environments_of(named: Iterable[str | None]) -> tuple[str, ...]:
+    """Each once. Raises ConfigError for an unknown name."""
+    environments = tuple(dict.fromkeys(name for name in named if name))
+    for name in environments:
+        environment_path(name)
+    return environments
 
 
 def load_encoder(config: Config) -> PromptEncoder:
@@ -109,10 +116,11 @@ async def compose(
         retire_pass_rate=config.rollout.no_resampling_pass_rate,
         rest_steps=config.rollout.rest_steps,
     )
-    version, totals, prompts = 0, Totals(), PromptQueue(selection)
+    version, totals, prompts, groups = 0, Totals(), PromptQueue(selection), list[Group]()
     if checkpoint is not None:
-        state = DriverState.load(checkpoint, seed=config.run.seed)
-        version, totals, prompts = state.step, state.totals, state.prompts(selection)
+        state = DriverState.load(checkpoint, config=config)
+        version, totals = state.step, state.totals
+        prompts, groups = state.prompts(selection), state.groups(selection)
     fleet = await start_fleet(config, cluster=cluster, placement=placement)
     numbers = count(len(fleet.engines))  # a replacement never takes a name that was there before
 
@@ -146,6 +154,7 @@ async def compose(
         fleet=fleet,
         sinks=open_sinks(config, directory.path, first_step=version, counters=lambda: service.stats),
         totals=totals,
+        carried_tokens=sum(group.tokens_received for group in groups),
     )
     has_timeline = config.logging.timeline_seconds > 0
     return Session(
@@ -159,6 +168,8 @@ async def compose(
         prompts=prompts,
         eval_sets=inputs.eval,
         recorder=recorder,
+        attempt=attempt,
+        groups=groups,
         timeline=Timeline(directory.timeline_file, peak=fleet.engine_peak, started=started) if has_timeline else None,
         learner_time=learner_time,
         selection=selection,

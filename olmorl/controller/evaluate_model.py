@@ -9,7 +9,7 @@ from inference.model.architecture import read_architecture
 from olmorl.config.schema import Config
 from olmorl.contract.errors import WorkerError
 from olmorl.controller.cluster import Remote
-from olmorl.controller.compose import load_encoder
+from olmorl.controller.compose import environments_of, load_encoder
 from olmorl.controller.evaluate import Evaluation, evaluate, load_eval_sets
 from olmorl.controller.fleet import engine_config
 from olmorl.controller.placement import plan_placement
@@ -42,10 +42,16 @@ async def evaluate_model(
 ) -> list[Evaluation]:
     """model.path on the sets of eval.data. `on_start` is told how many samples there will be, `on_scored` how many more
     are done. Bad input is refused before the model is loaded."""
-    sets = load_eval_sets(config, load_encoder(config))
+    encoder = load_encoder(config)
+    sets = load_eval_sets(config, encoder)
     prompts = [prompt for one in sets for prompt in one.prompts]
     named = [check.verifier for prompt in prompts for check in prompt.checks]
-    scorer = await Scorer.start(config.reward, verifiers=verifiers_to_load(config.reward, named))
+    scorer = await Scorer.start(
+        config.reward,
+        verifiers=verifiers_to_load(config.reward, named),
+        environments=environments_of(prompt.environment for prompt in prompts),
+        tokenizer=encoder.tokenizer,
+    )
     try:
         await scorer.check_truths(prompts)
         engine = await asyncio.to_thread(_start_engine, config, version)
@@ -57,7 +63,7 @@ async def evaluate_model(
             work = asyncio.ensure_future(
                 evaluate(sets, config=config, service=service, scorer=scorer, version=version, on_scored=on_scored)
             )
-            await asyncio.wait([work, failed], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({work, failed}, return_when=asyncio.FIRST_COMPLETED)
             if failed.done():
                 work.cancel()
                 failed.result()

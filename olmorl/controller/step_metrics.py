@@ -196,7 +196,8 @@ def add_times(bag: MetricBag, times: StepTimes) -> None:
         bag.add(f"time/{name}", getattr(times, name))
 
 
-def rollout_rows(groups: Iterable[Group], *, step: int, attempt: int, t_trained: float) -> list[RolloutRow]:
+def rollout_rows(groups: Iterable[Group], *, step: int, attempt: int, t_trained: float | None) -> list[RolloutRow]:
+    """`t_trained` is None for groups that still wait to be trained: then their fate is the one that they will meet."""
     rows = []
     for group in groups:
         for s in group.samples:

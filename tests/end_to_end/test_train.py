@@ -202,6 +202,6 @@ def test_the_loop_is_a_library(tmp_path: Path, command_in: Callable[[Path], Any]
             run.checkpoint()
     command.directory.joinpath("checkpoints", "step_000002", "COMPLETE").read_text()
     state = json.loads((command.directory / "checkpoints" / "step_000001" / "driver.json").read_text())
-    assert state["step"] == 1 and state["outstanding"]
+    assert state["step"] == 1 and state["again"] + state["finished"]
     checks.one_row_a_step(command, 2)
     run.close()

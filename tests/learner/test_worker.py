@@ -42,9 +42,10 @@ def broadcast_once(ranks: Any, export: Path, join_as_engine: Callable[[SyncGroup
         ranks.workers[0].join_sync_group(group)
         engine = joining.result()
         ranks.call("gather_update", 3)
-        receiving = threads.submit(engine.receive, manifest)
-        report = ranks.workers[0].broadcast(3)
-        received = receiving.result()
+        sending = threads.submit(ranks.workers[0].broadcast, 3)
+        ranks.call("score", REQUEST)  # gathers shards on all ranks before the engine takes anything in
+        received = engine.receive(manifest)
+        report = sending.result()
     assert report.checksums == {name: tensor_checksum(data) for name, data in received.items()}
     return received
 
