@@ -26,7 +26,7 @@ class EngineThread:
         self._on_finished = on_finished
         self._changed = threading.Condition()
         self._commands: list[tuple[Callable[[], Any], Future[Any]]] = []
-        self._paused = False
+        self._pauses: set[str] = set()  # who wants the engine to stand still
         self._idle = True
         self._closing = False
         self._stalled_seconds = 0.0
@@ -43,12 +43,25 @@ class EngineThread:
             self._changed.notify_all()
         return future.result()
 
-    def pause(self) -> None:
-        """No step is made from when this returns until `resume`; requests are kept, commands still run."""
-        self.call(self._begin_pause)
+    def pause(self, who: str = "caller") -> None:
+        """No step is made from when this returns until the same `who` resumes; requests are kept, commands still run."""
+        self.call(lambda: self.begin_pause(who))
 
-    def resume(self) -> None:
-        self.call(self._end_pause)
+    def resume(self, who: str = "caller") -> None:
+        self.call(lambda: self.end_pause(who))
+
+    def begin_pause(self, who: str) -> None:
+        """`pause` from a command, on the engine's thread."""
+        self._pauses.add(who)
+        if self._stalled_since is None:
+            self._stalled_since = time.perf_counter()
+
+    def end_pause(self, who: str) -> None:
+        """`resume` from a command, on the engine's thread. Nothing if `who` did not pause."""
+        self._pauses.discard(who)
+        if not self._pauses:
+            self._stalled_seconds = self.stalled_seconds()
+            self._stalled_since = None
 
     def wait_idle(self, timeout_seconds: float) -> bool:
         """True once no request is unfinished, False after the timeout."""
@@ -72,16 +85,6 @@ class EngineThread:
         """Count time a command took, unless a pause counts it already. On the engine's thread."""
         if self._stalled_since is None:
             self._stalled_seconds += seconds
-
-    def _begin_pause(self) -> None:
-        self._paused = True
-        if self._stalled_since is None:
-            self._stalled_since = time.perf_counter()
-
-    def _end_pause(self) -> None:
-        self._stalled_seconds = self.stalled_seconds()
-        self._stalled_since = None
-        self._paused = False
 
     def _check(self) -> None:
         if self.failure is not None:
@@ -110,7 +113,7 @@ class EngineThread:
                 self._idle = not self.engine.has_unfinished
                 if self._idle:
                     self._changed.notify_all()
-                self._changed.wait_for(lambda: self._closing or self._commands or not (self._paused or self._idle))
+                self._changed.wait_for(lambda: self._closing or self._commands or not (self._pauses or self._idle))
                 if self._closing:
                     return
                 commands, self._commands = self._commands, []
@@ -121,7 +124,7 @@ class EngineThread:
                     future.set_result(command())
                 except Exception as error:  # the caller's; the engine goes on
                     future.set_exception(error)
-            if not self._paused:
+            if not self._pauses:
                 finished = self.engine.step()
                 if finished:
                     self._on_finished(finished)

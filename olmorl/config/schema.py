@@ -199,6 +199,8 @@ class SamplingSection(Section):
 class InferenceSection(Section):
     workers: int = Field(1, ge=1)
     device: Device = "auto"
+    gpu_share: float = Field(1.0, gt=0, le=1)
+    """of a GPU's memory that a worker may take. With shares that sum to 1 at most, one GPU holds both roles"""
     max_num_seqs: int = Field(64, ge=1)
     """samples decoded at once by one worker"""
     kv_cache_tokens: int = Field(65536, ge=1)
@@ -215,6 +217,8 @@ class LearnerSection(Section):
     workers: int = Field(1, ge=1)
     """ranks; the model is sharded over them"""
     device: Device = "auto"
+    gpu_share: float = Field(1.0, gt=0, le=1)
+    """as inference.gpu_share"""
     tokens_per_micro_batch: int = Field(8192, ge=1)
     step_timeout_seconds: float = Field(3600.0, gt=0)
     """how long a training step, a save or an export may take before a learner counts as lost"""
@@ -264,7 +268,13 @@ class SyncSection(Section):
     """inflight: engines decode while weights arrive; pause: they stand still; drain: they first finish all requests"""
     kv: Literal["keep", "recompute"] = "keep"
     """what running requests do with their KV cache at an update"""
-    transport: Literal["auto", "nccl", "gloo"] = "auto"
+    transport: Literal["auto", "nccl", "ipc", "gloo"] = "auto"
+    """ipc: engines map the learner's copy, for one GPU or one machine with both roles; auto: ipc where they share a GPU,
+    nccl between GPUs, else gloo"""
+    staging: Literal["auto", "device", "host", "none"] = "auto"
+    """where an update of B bytes waits for its commit: device: B more beside the weights; host: B of the host's memory,
+    a longer swap; none: no more than a bucket, but the engine stands still while it receives; auto: device if it has
+    room, else host. With ipc it stays with the learner"""
     bucket_mb: int = Field(64, ge=1)
     timeout_seconds: float = Field(120.0, gt=0)
     """deadline of each wait of an update"""
@@ -350,6 +360,31 @@ class Config(Section):
         size, ranks = self.learner.shard_size, self.learner.workers
         if size is not None and ranks % size:
             raise ValueError(f"learner.shard_size = {size} does not divide learner.workers = {ranks}")
+        self._check_shared_gpu()
         if self.loss.advantage == "leave_one_out" and self.rollout.samples_per_prompt < 2:
             raise ValueError("loss.advantage = 'leave_one_out' needs rollout.samples_per_prompt >= 2")
         return self
+
+    @property
+    def shares_gpu(self) -> bool:
+        """True when inference and learner workers are to lie on one GPU."""
+        return self.inference.gpu_share < 1 and self.learner.gpu_share < 1
+
+    def _check_shared_gpu(self) -> None:
+        inference, learner, sync = self.inference, self.learner, self.sync
+        if sync.transport == "ipc" and sync.staging in ("host", "none"):
+            raise ValueError(
+                f"sync.staging = {sync.staging!r} has no meaning with sync.transport = 'ipc': engines read the learner's "
+                "own copy; leave it out"
+            )
+        if (inference.gpu_share < 1) != (learner.gpu_share < 1):
+            raise ValueError("inference.gpu_share and learner.gpu_share go together: give both, or none")
+        if self.shares_gpu:
+            taken = inference.workers * inference.gpu_share + learner.workers * learner.gpu_share
+            if learner.workers > 1 or taken > 1:
+                raise ValueError(
+                    f"gpu_share puts {inference.workers} inference and {learner.workers} learner workers on one GPU, "
+                    f"{taken:g} of it in all; it holds one learner worker and shares that sum to 1 at most"
+                )
+            if sync.transport == "nccl":
+                raise ValueError("sync.transport = 'nccl' refuses two workers on one GPU; set 'ipc' or 'auto'")

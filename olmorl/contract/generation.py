@@ -175,6 +175,8 @@ class EngineConfig:
     seed: int = 0
     threads: int | None = None
     """torch threads of the process; None leaves torch's own choice"""
+    gpu_share: float = 1.0
+    """of the device's memory that this process may take"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -138,5 +138,6 @@ async def compose(
 def _transport(config: Config, placement: Placement) -> str:
     if config.sync.transport != "auto":
         return config.sync.transport
-    on_gpu = placement.inference_device == placement.learner_device == "cuda"
-    return "nccl" if on_gpu else "gloo"
+    if placement.inference_device == placement.learner_device == "cuda":
+        return "ipc" if config.shares_gpu else "nccl"
+    return "gloo"

@@ -100,6 +100,7 @@ def _engine_config(config: Config, placement: Placement) -> EngineConfig:
         batching=section.batching,
         seed=config.run.seed,
         threads=placement.inference_threads,
+        gpu_share=section.gpu_share,
     )
 
 
@@ -110,6 +111,7 @@ def _learner_config(config: Config, placement: Placement) -> LearnerConfig:
         dtype=resolve_dtype(config, placement.learner_device),
         device=placement.learner_device,
         threads=placement.learner_threads,
+        gpu_share=learner.gpu_share,
         activation_checkpointing=learner.activation_checkpointing,
         shard_size=learner.shard_size,
         logprob_chunk_tokens=learner.logprob_chunk_tokens,

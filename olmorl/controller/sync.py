@@ -33,6 +33,7 @@ from olmorl.controller.sync_protocol import (
     GiveUp,
     Join,
     Live,
+    Phase,
     Reset,
     SyncProtocol,
     Transfer,
@@ -105,12 +106,14 @@ class WeightSync:
         """Plan the buckets of the model on the learners, and open the store where groups meet."""
         deadline = self._section.timeout_seconds
         self._manifest = plan_buckets(info.tensors, bucket_bytes=self._bucket_bytes)
-        await _all(self._learners, "plan_updates", info.tensors, self._bucket_bytes, timeout=deadline)
+        shared = self._transport == "ipc"
+        await _all(self._learners, "plan_updates", info.tensors, self._bucket_bytes, shared, timeout=deadline)
         self._store = await self._learners[0].call("host_store", timeout=deadline)
 
     async def add(self, engine: Remote) -> None:
         """A newcomer, stale until it has committed the newest weights; then the service gets it."""
-        await engine.call("plan_updates", self._bucket_bytes, timeout=self._section.timeout_seconds)
+        staging = self._section.staging
+        await engine.call("plan_updates", self._bucket_bytes, staging, timeout=self._section.timeout_seconds)
         self._engines[engine.name] = engine
         self._carry_out(self._protocol.add(engine.name, now=_now()))
 
@@ -122,8 +125,13 @@ class WeightSync:
     # Updates
 
     async def snapshot(self, version: int) -> None:
-        """Collective over the learners; afterwards they may train on. The canary is scored on the same weights."""
+        """Collective over the learners; afterwards they may train on. The canary is scored on the same weights.
+
+        Waits until no engine is sent anything, which happens when one was replaced: a transfer and a gather never meet.
+        """
         deadline = self._section.timeout_seconds
+        self._protocol.withdraw()
+        await self._until(lambda: self._protocol.phase is Phase.IDLE, f"the snapshot of version {version}")
         await _all(self._learners, "gather_update", version, timeout=deadline)
         if self._canary is not None:
             scores = await _all(self._learners, "score", self._canary, timeout=deadline)
@@ -165,21 +173,21 @@ class WeightSync:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _live(self, version: int) -> None:
-        """Wait until `version` is live, and say every few seconds who keeps it waiting."""
-        while not await self._settled_within(version, STALL_REPORT_SECONDS):
+        await self._until(lambda: self._protocol.live_version == version, f"version {version}")
+
+    async def _until(self, reached: Callable[[], bool], who: str) -> None:
+        """Wait, and say every few seconds for whom. Raises what made the protocol give up."""
+        while not await self._settled_within(reached, STALL_REPORT_SECONDS):
             for wait in self._protocol.waiting():
                 seconds = _now() - wait.since
-                log.warning("version %d waits for %s %s, since %.0f s", version, wait.member, wait.what, seconds)
+                log.warning("%s waits for %s %s, since %.0f s", who, wait.member, wait.what, seconds)
         if self._gave_up is not None:
             raise self._gave_up
 
-    async def _settled_within(self, version: int, seconds: float) -> bool:
-        def settled() -> bool:
-            return self._gave_up is not None or self._protocol.live_version == version
-
+    async def _settled_within(self, reached: Callable[[], bool], seconds: float) -> bool:
         try:
             async with asyncio.timeout(seconds):
-                await self._changed.until(settled)
+                await self._changed.until(lambda: self._gave_up is not None or reached())
         except TimeoutError:
             return False
         return True
@@ -345,5 +353,20 @@ def _now() -> float:
     return time.monotonic()
 
 
-async def _all(workers: list[Remote], method: str, *args: object, timeout: float) -> list:
-    return await asyncio.gather(*(worker.call(method, *args, timeout=timeout) for worker in workers))
+async def _all(workers: list[Remote], method: str, *args: object, timeout: float) -> list[Any]:
+    """Call every worker, and say every few seconds who has not answered. The first failure is raised at once."""
+    calls = {asyncio.create_task(worker.call(method, *args, timeout=timeout)): worker.name for worker in workers}
+    started = _now()
+    late = set(calls)
+    try:
+        while late:
+            done, late = await asyncio.wait(late, timeout=STALL_REPORT_SECONDS, return_when=asyncio.FIRST_EXCEPTION)
+            for call in done:
+                call.result()
+            for call in late:
+                log.warning("%s() waits for %s, since %.0f s", method, calls[call], _now() - started)
+        return [call.result() for call in calls]
+    finally:
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
