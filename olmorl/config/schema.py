@@ -269,8 +269,8 @@ class SyncSection(Section):
     kv: Literal["keep", "recompute"] = "keep"
     """what running requests do with their KV cache at an update"""
     transport: Literal["auto", "nccl", "ipc", "gloo"] = "auto"
-    """ipc: engines map the learner's copy, for one GPU or one machine with both roles; auto: ipc where they share a GPU,
-    nccl between GPUs, else gloo"""
+    """ipc: engines map the learner's copy, on one GPU or one machine with both roles; auto: ipc where they share a
+    GPU, nccl between GPUs, else gloo"""
     staging: Literal["auto", "device", "host", "none"] = "auto"
     """where an update of B bytes waits for its commit: device: B more beside the weights; host: B of the host's memory,
     a longer swap; none: no more than a bucket, but the engine stands still while it receives; auto: device if it has
@@ -374,8 +374,8 @@ class Config(Section):
         inference, learner, sync = self.inference, self.learner, self.sync
         if sync.transport == "ipc" and sync.staging in ("host", "none"):
             raise ValueError(
-                f"sync.staging = {sync.staging!r} has no meaning with sync.transport = 'ipc': engines read the learner's "
-                "own copy; leave it out"
+                f"sync.staging = {sync.staging!r} has no meaning with sync.transport = 'ipc', where engines read the "
+                "learner's own copy; leave it out"
             )
         if (inference.gpu_share < 1) != (learner.gpu_share < 1):
             raise ValueError("inference.gpu_share and learner.gpu_share go together: give both, or none")

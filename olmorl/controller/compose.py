@@ -103,7 +103,7 @@ async def compose(
         learners=fleet.learners,
         service=service,
         section=config.sync,
-        transport=_transport(config, placement),
+        transport=sync_transport(config, placement),
         canary=inputs.canary,
         on_lost=supervisor.lost,
     )
@@ -135,7 +135,8 @@ async def compose(
     )
 
 
-def _transport(config: Config, placement: Placement) -> str:
+def sync_transport(config: Config, placement: Placement) -> str:
+    """What carries updates, where the config leaves it open."""
     if config.sync.transport != "auto":
         return config.sync.transport
     if placement.inference_device == placement.learner_device == "cuda":
