@@ -44,7 +44,7 @@ class EngineThread:
         return future.result()
 
     def pause(self, who: str = "caller") -> None:
-        """No step is made from when this returns until the same `who` resumes; requests are kept, commands still run."""
+        """No step is made from when this returns until this `who` resumes; requests are kept, commands still run."""
         self.call(lambda: self.begin_pause(who))
 
     def resume(self, who: str = "caller") -> None:

@@ -59,6 +59,10 @@ class InferenceWorker:
             tensors=decoder.specs,
         )
 
+    def stats(self) -> dict[str, float]:
+        """The engine's counters since it started."""
+        return self._engine.stats()
+
     # Samples
 
     def submit(self, requests: list[RolloutRequest]) -> None:

@@ -381,7 +381,7 @@ class Config(Section):
             raise ValueError("inference.gpu_share and learner.gpu_share go together: give both, or none")
         if self.shares_gpu:
             taken = inference.workers * inference.gpu_share + learner.workers * learner.gpu_share
-            if learner.workers > 1 or taken > 1:
+            if learner.workers > 1 or taken > 1 + 1e-6:
                 raise ValueError(
                     f"gpu_share puts {inference.workers} inference and {learner.workers} learner workers on one GPU, "
                     f"{taken:g} of it in all; it holds one learner worker and shares that sum to 1 at most"

@@ -91,6 +91,7 @@ class WeightSync:
         self._gave_up: OlmoRLError | None = None
         self._changed = Changed()
         self._tasks: set[asyncio.Task[None]] = set()
+        self.mode = section.mode
         self.failures = 0
         """attempts that broke, since the run began"""
 
@@ -140,7 +141,7 @@ class WeightSync:
     async def publish(self, version: int) -> UpdateReport:
         """Bring the last snapshot to every engine as `version`. Raises SyncError when that cannot be done."""
         started = time.perf_counter()
-        mode = self._section.mode
+        mode = self.mode
         stall = 0.0
         if mode == "drain":
             self._service.hold()
