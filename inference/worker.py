@@ -14,8 +14,9 @@ import numpy as np
 import torch
 
 from inference.device_peaks import device_peaks
-from inference.engine import Engine, KvPolicy
+from inference.engine import KvPolicy
 from inference.engine_thread import EngineThread
+from inference.recorded_engine import open_engine
 from inference.request import Sequence
 from inference.stopping import output_text
 from inference.weight_receiver import ReceivedUpdate, WeightReceiver
@@ -35,7 +36,7 @@ class InferenceWorker:
             torch.set_num_threads(config.threads)
         if config.gpu_share < 1 and config.device.startswith("cuda"):
             torch.cuda.set_per_process_memory_fraction(config.gpu_share)
-        self._engine = _translated(lambda: Engine(config, initial_version=initial_version))
+        self._engine = _translated(lambda: open_engine(config, name=name, initial_version=initial_version))
         decoder = self._engine.decoder
         self._receiver = WeightReceiver(decoder.specs, device=decoder.device, weights=decoder.tensors)
         self._updating = threading.Lock()  # what is being committed is not received into

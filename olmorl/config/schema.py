@@ -281,6 +281,12 @@ class SyncSection(Section):
     canary_sequences: int = Field(64, ge=0)
     """fixed sequences scored by engine and learner after every update; 0 turns it off"""
     canary_tokens: int = Field(32, ge=2)
+    parity_prompts: int = Field(4, ge=0)
+    """prompts that the engines answer and the learner scores before the first training step, at least one for each
+    engine; the run refuses to train when their logprobs differ. 0 turns it off"""
+    parity_tolerance: float | None = Field(None, gt=0)
+    """nats that they may differ by in the mean, a single token by ten times as much; None: 1e-5 in float32, else 1e-2
+    in the mean alone"""
 
 
 class CheckpointSection(Section):
@@ -311,6 +317,9 @@ class LoggingSection(Section):
     wandb_project: str = "olmorl"
     rollouts: bool = True
     """write every sample of every step to parquet"""
+    schedule: bool = False
+    """write down what each engine did in which step, for `olmorl replay-schedule`, and the weights of every version: a
+    copy of the model each"""
 
 
 class ClusterSection(Section):

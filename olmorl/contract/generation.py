@@ -177,6 +177,8 @@ class EngineConfig:
     """torch threads of the process; None leaves torch's own choice"""
     gpu_share: float = 1.0
     """of the device's memory that this process may take"""
+    schedule_dir: str | None = None
+    """where an inference worker records its schedule, see `inference.recorded_engine`; `LLM` records none"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,15 +4,19 @@ import asyncio
 import os
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
+
+import numpy as np
 
 from inference.model.architecture import read_architecture
 from olmorl.config.schema import Config
 from olmorl.contract.training import ScoreRequest
 from olmorl.controller.canary import canary_sequences
 from olmorl.controller.cluster import Cluster, Remote
-from olmorl.controller.fleet import replace_engine, start_fleet
+from olmorl.controller.fleet import replace_engine, resolve_dtype, start_fleet
+from olmorl.controller.loop import training_params
+from olmorl.controller.parity import ParityGate, parity_limits
 from olmorl.controller.placement import Placement
 from olmorl.controller.recorder import Recorder, Totals
 from olmorl.controller.resume import DriverState, PromptQueue
@@ -37,6 +41,7 @@ class Inputs:
     eval: list[Prompt]
     verifiers: tuple[str, ...]
     canary: ScoreRequest | None
+    parity: list[np.ndarray]
 
 
 def load_inputs(config: Config) -> Inputs:
@@ -66,7 +71,9 @@ def load_inputs(config: Config) -> Inputs:
         length=config.sync.canary_tokens,
     )
     rows = [*train.verifiers, *(check.verifier for prompt in evaluation for check in prompt.checks)]
-    return Inputs(train, evaluation, verifiers_to_load(config.reward, rows), canary)
+    count = max(config.sync.parity_prompts, config.inference.workers) if config.sync.parity_prompts else 0
+    parity = [example.token_ids for example in islice(train.examples, count)]
+    return Inputs(train, evaluation, verifiers_to_load(config.reward, rows), canary, parity)
 
 
 async def compose(
@@ -112,6 +119,18 @@ async def compose(
     await asyncio.gather(*(supervisor.watch(slot, engine) for slot, engine in enumerate(fleet.engines)))
     if checkpoint is not None:
         await fleet.load(checkpoint / "learner", timeout=config.learner.step_timeout_seconds)
+    gate = ParityGate(
+        prompts=inputs.parity,
+        params=training_params(config, seed=config.run.seed),
+        limits=parity_limits(
+            resolve_dtype(config, placement.inference_device),
+            resolve_dtype(config, placement.learner_device),
+            tolerance=config.sync.parity_tolerance,
+        ),
+        service=service,
+        learners=fleet.learners,
+        timeout_seconds=config.sync.timeout_seconds,
+    )
     recorder = Recorder(
         config=config,
         directory=directory,
@@ -126,6 +145,7 @@ async def compose(
         fleet=fleet,
         service=service,
         sync=sync,
+        gate=gate,
         supervisor=supervisor,
         scorer=scorer,
         prompts=prompts,

@@ -107,6 +107,10 @@ class Recorder:
             self.totals.eval_before = evaluation.avg_at_k
         self.totals.eval_after = evaluation.avg_at_k
 
+    def compared(self, *, num_tokens: int) -> None:
+        """The parity gate had so many tokens generated; they are in the bin of evaluations."""
+        self._ledger.add("eval", num_tokens)
+
     def updated(self, update: UpdateReport) -> None:
         """An update is live; the next row tells of it."""
         self._updates.append(update)

@@ -17,6 +17,7 @@ from olmorl.controller.buffer import RolloutBuffer
 from olmorl.controller.evaluate import Evaluation, evaluate
 from olmorl.controller.fleet import Fleet
 from olmorl.controller.loop import Batch, RolloutLoops
+from olmorl.controller.parity import ParityGate
 from olmorl.controller.recorder import Recorder, Step, snapshot_stats
 from olmorl.controller.resume import DriverState, PromptQueue
 from olmorl.controller.rollout import RolloutService
@@ -42,6 +43,7 @@ class Session:
         fleet: Fleet,
         service: RolloutService,
         sync: WeightSync,
+        gate: ParityGate,
         supervisor: EngineSupervisor,
         scorer: Scorer,
         prompts: PromptQueue,
@@ -54,6 +56,7 @@ class Session:
         self._fleet = fleet
         self._service = service
         self._sync = sync
+        self._gate = gate
         self._supervisor = supervisor
         self._scorer = scorer
         self._prompts = prompts
@@ -81,13 +84,13 @@ class Session:
         self.version = version
 
     async def start(self) -> None:
-        """Send the first update, evaluate the policy as it is, and let the loops run."""
+        """Send the first update, compare engines and learner, evaluate the policy as it is, and let the loops run."""
         heartbeat = self._config.cluster.heartbeat_seconds
         self._background.start_loop("service", self._service.run())
         self._background.start_loop("supervisor", self._supervisor.run())
         self._background.start_loop("learners", watch_learners(self._fleet.learners, heartbeat_seconds=heartbeat))
         await self._background.unless_failed(self._sync.snapshot(self.version))
-        await self._background.unless_failed(self._go_live(self._step))
+        await self._background.unless_failed(self._go_live(self._step, first=True))
         self._background.start_loop("rollouts", self._loops.run())
 
     async def next_batch(self) -> Batch:
@@ -185,8 +188,10 @@ class Session:
         await self._service.close()
         self._recorder.close_sinks()
 
-    async def _go_live(self, step: Step) -> None:
+    async def _go_live(self, step: Step, *, first: bool = False) -> None:
         self._recorder.updated(await self._sync.publish(step.number))
+        if first:
+            self._recorder.compared(num_tokens=await self._gate.check())
         self._loops.published(step.number)
         started = time.perf_counter()
         evaluation = await self._evaluate(step.number)
