@@ -22,6 +22,12 @@ class StagedUpdate:
     in_place: bool = False
     """the weights hold it already, and there is nothing to copy"""
 
+    def differs_from(self, weights: dict[str, torch.Tensor]) -> list[str]:
+        """Names of what `weights` holds otherwise, once they should hold this."""
+        return [
+            name for name, tensor in self.tensors.items() if not torch.equal(tensor.to(weights[name]), weights[name])
+        ]
+
 
 def stage_tensors(
     named: Iterable[tuple[str, torch.Tensor]], specs: tuple[TensorSpec, ...], *, device: torch.device

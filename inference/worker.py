@@ -20,7 +20,7 @@ from inference.recorded_engine import open_engine
 from inference.request import Sequence
 from inference.stopping import output_text
 from inference.weight_receiver import ReceivedUpdate, WeightReceiver
-from olmorl.contract.errors import ConfigError, OlmoRLError, WorkerError
+from olmorl.contract.errors import ConfigError, OlmoRLError, WeightUpdateError, WorkerError
 from olmorl.contract.generation import DrainReply, EngineConfig, RolloutRequest, RolloutSample, WorkerInfo
 from olmorl.contract.training import ScoreRequest
 from olmorl.contract.weights import CommitReport, SyncGroup, combine_checksums
@@ -145,10 +145,17 @@ class InferenceWorker:
 
         Except with staging "none", the old weights then keep serving.
         """
+        decoder = self._engine.decoder
         with self._updating:
             received = self._receiver.take(version, checksums)
             stall_seconds = self._call(lambda: self._commit(received, kv))
-        specs = self._engine.decoder.specs
+            wrong = received.update.differs_from(decoder.tensors)  # beside the next steps: they only read
+        if wrong:
+            raise WeightUpdateError(
+                f"{len(wrong)} of {len(decoder.tensors)} tensors are not what was received, first {wrong[0]!r}: "
+                "this engine must not serve"
+            )
+        specs = decoder.specs
         return CommitReport(
             worker=self.name,
             version=version,

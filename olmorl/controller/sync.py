@@ -52,6 +52,7 @@ class UpdateReport:
     seconds: float  # from the snapshot to the last commit
     stall_seconds: float  # the longest any engine stood still for this update
     num_bytes: int
+    checksum_ok: float  # share of the engines asked to commit whose weights are the learner's; the others are evicted
     canary_mean: float | None  # |logprob of engine - logprob of learner| over the canary's tokens
     canary_max: float | None
 
@@ -88,6 +89,7 @@ class WeightSync:
         self._canary_logprobs: np.ndarray | None = None
         self._sent: SendReport | None = None
         self._commits: dict[str, CommitReport] = {}
+        self._refusals = 0  # of this update: engines whose weights would not be the learner's
         self._gave_up: OlmoRLError | None = None
         self._changed = Changed()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -148,7 +150,7 @@ class WeightSync:
             await self._service.idle()
         stopped = time.perf_counter()
         paused = await self._pause() if mode != "inflight" else []
-        self._commits = {}
+        self._commits, self._refusals = {}, 0
         try:
             self._carry_out(self._protocol.offer(version, now=_now()))
             await self._live(version)
@@ -164,6 +166,7 @@ class WeightSync:
             seconds=seconds,
             stall_seconds=max([stall, *(c.stall_seconds for c in self._commits.values())]),
             num_bytes=self._manifest.num_bytes if self._manifest else 0,
+            checksum_ok=len(self._commits) / max(1, len(self._commits) + self._refusals),
             canary_mean=mean,
             canary_max=largest,
         )
@@ -303,17 +306,21 @@ class WeightSync:
                 engine, "commit_weights", version, checksums, self._section.kv
             )
         except WeightUpdateError as error:
-            self._carry_out(self._protocol.refused(engine, str(error), version=version, now=_now()))
+            self._refuse(engine, str(error), version)
             return
         if report is None:
             return
         expected = combine_checksums(checksums, self._manifest.tensors)
         if report.checksum != expected:
             reason = f"serves version {version} with checksum {report.checksum}, the learner sent {expected}"
-            self._carry_out(self._protocol.refused(engine, reason, version=version, now=_now()))
+            self._refuse(engine, reason, version)
             return
         self._commits[engine] = report
         self._carry_out(self._protocol.committed(engine, version=version, now=_now()))
+
+    def _refuse(self, engine: str, reason: str, version: int) -> None:
+        self._refusals += 1
+        self._carry_out(self._protocol.refused(engine, reason, version=version, now=_now()))
 
     async def _reset(self, member: str, epoch: int) -> None:
         try:

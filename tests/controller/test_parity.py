@@ -1,4 +1,4 @@
-"""The gate before the first step, with a real engine and a real learner: it passes when they agree, and says why not."""
+"""The gate before the first step, with a real engine and a real learner: it passes when they agree, else says why."""
 
 import asyncio
 from collections.abc import Callable, Iterator

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from inference.staged_update import model_checksum
 from inference.worker import InferenceWorker
@@ -250,6 +251,47 @@ def test_a_gather_waits_until_a_newcomer_holds_what_was_sent(
         await close(sync)
 
     run(scenario())
+
+
+def test_an_engine_whose_weights_are_not_the_learners_is_evicted(
+    learner: LearnerWorker, start_stale: Callable[[str], InferenceWorker]
+) -> None:
+    """Bytes that changed on the way, and bytes that arrived well and were not put in place."""
+    good, garbled, lazy = (start_stale(name) for name in ("good", "garbled", "lazy"))
+    evicted: dict[str, str] = {}
+
+    async def scenario() -> None:
+        sync = await connect(InProcess(learner), [InProcess(w) for w in (good, garbled, lazy)], info=good.info())
+        sync._on_lost = evicted.__setitem__
+        await sync.snapshot(0)
+        assert (await sync.publish(0)).checksum_ok == 1
+        take, commit = garbled._receiver.take, lazy._engine.commit
+
+        def take_garbled(version: int, checksums: dict[str, int]) -> Any:
+            name = next(iter(checksums))
+            garbled._receiver._received.update.checksums[name] ^= 1  # type: ignore[union-attr]
+            return take(version, checksums)
+
+        def commit_but_one(staged: Any, *args: Any, **options: Any) -> float:
+            name = next(iter(staged.tensors))
+            lazy._engine.decoder.tensors[name], kept = (
+                torch.empty_like(staged.tensors[name]),
+                lazy._engine.decoder.tensors[name],
+            )
+            seconds = commit(staged, *args, **options)
+            lazy._engine.decoder.tensors[name] = kept
+            return seconds
+
+        garbled._receiver.take, lazy._engine.commit = take_garbled, commit_but_one  # type: ignore[method-assign]
+        train(learner)
+        await sync.snapshot(1)
+        report = await sync.publish(1)
+        assert report.checksum_ok == pytest.approx(1 / 3)
+        assert [engine.name for engine in sync.serving] == ["good"]
+        await close(sync)
+
+    run(scenario())
+    assert "differ from the sender's" in evicted["garbled"] and "are not what was received" in evicted["lazy"]
 
 
 class Apart:
