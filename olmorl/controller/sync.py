@@ -94,6 +94,7 @@ class WeightSync:
         self._changed = Changed()
         self._tasks: set[asyncio.Task[None]] = set()
         self.mode = section.mode
+        """may be changed between two updates"""
         self.failures = 0
         """attempts that broke, since the run began"""
 
