@@ -168,7 +168,7 @@ class WeightReceiver:
         """The bucket in a buffer of ours, where staging wants it."""
         place = self._place(bucket)
         arrives = place
-        if place.device != self.device and not link.takes_host_memory:
+        if place.device.type != self.device.type and not link.takes_host_memory:
             arrives = self._scratch_of(bucket.num_bytes)
         try:
             link.receive(arrives, deadline=deadline, interrupt=interrupt)
