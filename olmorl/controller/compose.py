@@ -4,7 +4,7 @@ import asyncio
 import os
 from dataclasses import dataclass
 from functools import partial
-from itertools import count, islice
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,7 @@ from olmorl.controller.canary import canary_sequences
 from olmorl.controller.cluster import Cluster, Remote
 from olmorl.controller.fleet import replace_engine, resolve_dtype, start_fleet
 from olmorl.controller.loop import training_params
-from olmorl.controller.parity import ParityGate, parity_limits
+from olmorl.controller.parity import ParityGate, parity_limits, parity_prompts
 from olmorl.controller.placement import Placement
 from olmorl.controller.recorder import Recorder, Totals
 from olmorl.controller.resume import DriverState, PromptQueue
@@ -71,8 +71,10 @@ def load_inputs(config: Config) -> Inputs:
         length=config.sync.canary_tokens,
     )
     rows = [*train.verifiers, *(check.verifier for prompt in evaluation for check in prompt.checks)]
-    count = max(config.sync.parity_prompts, config.inference.workers) if config.sync.parity_prompts else 0
-    parity = [example.token_ids for example in islice(train.examples, count)]
+    parity = parity_prompts(
+        (example.token_ids for example in train.examples),
+        count=max(config.sync.parity_prompts, config.inference.workers) if config.sync.parity_prompts else 0,
+    )
     return Inputs(train, evaluation, verifiers_to_load(config.reward, rows), canary, parity)
 
 

@@ -13,7 +13,16 @@ from learner.worker import LearnerWorker
 from olmorl.contract.errors import ParityError
 from olmorl.contract.generation import RolloutSample, SamplingParams
 from olmorl.contract.training import LearnerConfig, TrainSample
-from olmorl.controller.parity import EXACT, ROUNDED, Compared, Limits, ParityGate, causes_of, parity_limits
+from olmorl.controller.parity import (
+    EXACT,
+    ROUNDED,
+    Compared,
+    Limits,
+    ParityGate,
+    causes_of,
+    parity_limits,
+    parity_prompts,
+)
 from olmorl.controller.rollout import RolloutService
 
 PROMPTS = [np.array([1, 10, 13, 8, 13, 6, 14], np.int32), np.array([1, 5, 13, 9, 14], np.int32)]
@@ -104,6 +113,12 @@ def test_the_limit_goes_by_the_coarser_dtype() -> None:
     assert parity_limits("float32", "float32", tolerance=None) is EXACT
     assert parity_limits("bfloat16", "float32", tolerance=None) is ROUNDED
     assert parity_limits("bfloat16", tolerance=3e-3) == Limits(3e-3, 3e-2)
+
+
+def test_prompts_are_long_enough_for_float32() -> None:
+    lengths = [1, 3, 2, 7, 9]
+    chosen = parity_prompts((np.zeros(length, np.int32) for length in lengths), count=2)
+    assert [len(prompt) for prompt in chosen] == [3, 7]
 
 
 def compared(worker: str, differences: list[float]) -> Compared:
