@@ -11,6 +11,7 @@ import numpy as np
 
 from inference.model.architecture import read_architecture
 from olmorl.config.schema import Config
+from olmorl.contract.errors import ConfigError
 from olmorl.contract.training import ScoreRequest
 from olmorl.controller.canary import canary_sequences
 from olmorl.controller.cluster import Cluster, Remote
@@ -158,9 +159,16 @@ async def compose(
 
 
 def sync_transport(config: Config, placement: Placement) -> str:
-    """What carries updates, where the config leaves it open."""
+    """What carries updates. ConfigError for ipc between devices that cannot share memory."""
+    devices = (placement.inference_device, placement.learner_device)
+    if config.sync.transport == "ipc" and (devices[0] != devices[1] or ("cuda" in devices and not config.shares_gpu)):
+        raise ConfigError(
+            f"sync.transport = 'ipc' maps the learner's memory into the engines, but they are on {devices[0]} and the "
+            f"learner is on {devices[1]}, each with a device of its own; set inference.gpu_share and learner.gpu_share "
+            "to put both on one GPU, or leave sync.transport at 'auto'"
+        )
     if config.sync.transport != "auto":
         return config.sync.transport
-    if placement.inference_device == placement.learner_device == "cuda":
+    if devices == ("cuda", "cuda"):
         return "ipc" if config.shares_gpu else "nccl"
     return "gloo"

@@ -90,6 +90,7 @@ class WeightSync:
         self._sent: SendReport | None = None
         self._commits: dict[str, CommitReport] = {}
         self._refusals = 0  # of this update: engines whose weights would not be the learner's
+        self._last_failure = ""
         self._gave_up: OlmoRLError | None = None
         self._changed = Changed()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -254,7 +255,7 @@ class WeightSync:
                     for remote in self.serving:
                         self._service.ensure_worker(remote)
                 case GiveUp(reason):
-                    self._gave_up = SyncError(f"the weights cannot be sent: {reason}")
+                    self._gave_up = SyncError(f"the weights cannot be sent: {reason}{self._last_failure}")
         self._watch_deadline()
         self._changed.notify()
 
@@ -270,6 +271,7 @@ class WeightSync:
         except SyncError as error:
             log.warning("%s: %s", member, error)
             self.failures += 1
+            self._last_failure = f"; the last said by {member}: {error}"
             self._carry_out(self._protocol.failed(member, epoch=epoch, now=_now()))
         except WorkerError as error:
             if member == SENDER:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 import pytest
 
 from olmorl.config.schema import Config
-from olmorl.contract.errors import PlacementError
+from olmorl.contract.errors import ConfigError, PlacementError
 from olmorl.controller.cluster import check_placement
 from olmorl.controller.compose import sync_transport
 from olmorl.controller.placement import count_gpus, plan_placement
@@ -35,6 +35,10 @@ def test_one_gpu_may_hold_both_roles(quickstart_config: MakeConfig) -> None:
     apart = quickstart_config()
     assert sync_transport(apart, plan_placement(apart, gpus_here=2)) == "nccl"
     assert sync_transport(config, plan_placement(config, gpus_here=0)) == "gloo"
+    mapped = quickstart_config("sync.transport=ipc")
+    assert sync_transport(mapped, plan_placement(mapped, gpus_here=0)) == "ipc"
+    with pytest.raises(ConfigError, match="the learner is on cuda, each with a device of its own"):
+        sync_transport(mapped, plan_placement(mapped, gpus_here=2))
 
 
 def test_cpu_workers_share_the_cores(quickstart_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
