@@ -60,8 +60,8 @@ class SharedLink:
         for bucket in manifest.buckets:
             key = shared_key("handle", self._rank, bucket.index)
             self._poll(key, deadline, interrupt)
-            self._buckets.append(map_bucket(store.get(key), bucket.num_bytes, device=device))
-        store.set(shared_key("joined", self._rank), b"")
+            self._buckets.append(map_bucket(store.get(key).decode(), bucket.num_bytes, device=device))
+        store.set(shared_key("joined", self._rank), "")
 
     def receive(self, bucket: Bucket, version: int, *, deadline: float, interrupt: Event) -> torch.Tensor:
         self._poll(shared_key("sent", version, bucket.index), deadline, interrupt)
@@ -69,7 +69,7 @@ class SharedLink:
 
     def finish(self, version: int) -> None:
         """All buckets of the version were seen."""
-        self._store.set(shared_key("taken", version, self._rank), b"")
+        self._store.set(shared_key("taken", version, self._rank), "")
 
     def _poll(self, key: str, deadline: float, interrupt: Event) -> None:
         poll(lambda: self._store.check([key]), deadline, interrupt)

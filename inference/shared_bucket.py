@@ -8,9 +8,9 @@ import torch
 from olmorl.contract.weights import SharedHandle
 
 
-def map_bucket(handle: bytes, num_bytes: int, *, device: torch.device) -> torch.Tensor:
+def map_bucket(handle: str, num_bytes: int, *, device: torch.device) -> torch.Tensor:
     """[num_bytes] uint8, to be read alone. RuntimeError where it cannot be reached from here."""
-    shared: SharedHandle = pickle.loads(handle)
+    shared: SharedHandle = pickle.loads(bytes.fromhex(handle))
     ours = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
     if shared.gpu != ours:
         raise RuntimeError(
@@ -34,7 +34,8 @@ def _map_cuda(arguments: tuple, device: torch.device) -> torch.Tensor:
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
     index = torch.cuda.current_device() if device.index is None else device.index
-    return rebuild_cuda_tensor(*arguments[:6], index, *arguments[7:])
+    ours = [*arguments[:6], index, *arguments[7:]]
+    return rebuild_cuda_tensor(*ours)
 
 
 def _place(gpu: str) -> str:

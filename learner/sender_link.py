@@ -72,7 +72,7 @@ class SharedLink:
     def send(self, index: int, data: Tensor, *, version: int, deadline: float, interrupt: Event) -> None:
         if data.is_cuda:
             torch.cuda.synchronize(data.device)  # what was gathered stands there before anybody is told
-        self._store.set(shared_key("sent", version, index), b"")
+        self._store.set(shared_key("sent", version, index), "")
 
     def finish(self, version: int, *, deadline: float, interrupt: Event) -> None:
         keys = [shared_key("taken", version, rank) for rank in self._ranks]

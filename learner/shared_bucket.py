@@ -31,12 +31,12 @@ class SharedBucket:
         self._file.truncate(num_bytes)
         self.data = torch.frombuffer(mmap.mmap(self._file.fileno(), num_bytes), dtype=torch.uint8)
 
-    def handle(self) -> bytes:
+    def handle(self) -> str:
         """What one other process needs to map the bucket; each process wants a handle of its own."""
         if self.data.is_cuda:
             from torch.multiprocessing.reductions import reduce_tensor
 
             _, arguments = reduce_tensor(self.data)
             uuid = str(torch.cuda.get_device_properties(self.data.device).uuid)
-            return pickle.dumps(SharedHandle(gpu=uuid, path="", cuda=arguments))
-        return pickle.dumps(SharedHandle(gpu="", path=f"/proc/{os.getpid()}/fd/{self._file.fileno()}", cuda=()))
+            return pickle.dumps(SharedHandle(gpu=uuid, path="", cuda=arguments)).hex()
+        return pickle.dumps(SharedHandle(gpu="", path=f"/proc/{os.getpid()}/fd/{self._file.fileno()}", cuda=())).hex()

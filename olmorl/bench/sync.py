@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -95,8 +95,8 @@ async def _bench(config: Config, load: SyncLoad, vocabulary: int) -> dict[str, A
         await bench.run(load.seconds / 4, into=without)
         windows["inflight"] = await bench.in_flight()
         await bench.run(load.seconds / 4, into=without)
-        for mode in ("pause", "drain"):
-            windows[mode] = await bench.standing(mode)
+        windows["pause"] = await bench.standing("pause")
+        windows["drain"] = await bench.standing("drain")
     step = statistics.median(without.step_seconds)
     return {
         "bytes": windows["inflight"].reports[0].num_bytes,
@@ -205,7 +205,7 @@ class _Bench:
         await decoding
         return window
 
-    async def standing(self, mode: str) -> Window:
+    async def standing(self, mode: Literal["pause", "drain"]) -> Window:
         """Updates that the engines stand still for; between two of them they decode for an interval."""
         self._sync.mode = mode
         window = Window()

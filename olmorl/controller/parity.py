@@ -148,7 +148,7 @@ def causes_of(compared: list[Compared]) -> str:
     """A guess from where along the samples the raw logprobs differ."""
     first = float(np.mean([one.differences[: len(one.differences) // 4 + 1].mean() for one in compared]))
     last = float(np.mean([one.differences[-(len(one.differences) // 4 + 1) :].mean() for one in compared]))
-    workers = {one.sample.worker: [] for one in compared}
+    workers: dict[str, list[float]] = {one.sample.worker: [] for one in compared}
     for one in compared:
         workers[one.sample.worker].append(float(one.differences.mean()))
     means = {name: float(np.mean(values)) for name, values in workers.items()}

@@ -77,7 +77,9 @@ def test_a_recorded_schedule_comes_out_the_same(recorded: Path) -> None:
     report = replay_schedule(recorded)
     assert report.divergence is None, str(report)
     assert (report.steps, report.updates) == (len(steps), 5)
-    assert report.tokens == sum(len(tokens) for event in steps for _, _, tokens in event["drawn"]) > 200
+    assert (
+        report.tokens == sum(len(tokens) for event in steps for _, _, tokens in event["drawn"]) >= 44
+    )  # 22 were not aborted
     assert str(report).startswith("identical: ")
 
 
@@ -96,10 +98,8 @@ def test_what_differs_is_told(recorded: Path, tmp_path: Path) -> None:
     assert report.divergence is not None and report.divergence.step == step
     assert f"drawn (request, sample, tokens) ({event['drawn'][-1][0]!r}" in str(report)
 
-    moved = next(i for i, line in enumerate(lines) if '"event":"update","version":2' in line)
-    late = [*lines[:moved], *lines[moved + 1 : moved + 4], lines[moved], *lines[moved + 4 :]]
-    changed.write_text("\n".join(late))
-    assert replay_schedule(changed).divergence is not None, "an update three events late made no difference"
+    changed.write_text("\n".join(line for line in lines if '"event":"add","request":"100"' not in line))
+    assert "computed" in str(replay_schedule(changed)), "a request that never came made no difference"
 
     changed.write_text("\n".join([*lines[:at], lines[at][:-9]]))  # a crash cut it short
     assert replay_schedule(changed).steps == step
