@@ -2,10 +2,12 @@
 
 Real worker processes and a real transport. The learner does not train: a batch without samples makes the next version
 of the same weights, so that everything measured is the update's. Each engine is kept busy with groups of random prompts
-whose lengths differ; EOS is ignored.
+whose lengths differ; EOS is ignored. Windows with an update and without one take turns, so that a machine that becomes
+slower or faster meanwhile does so for both.
 """
 
 import asyncio
+import contextlib
 import logging
 import statistics
 import tempfile
@@ -37,7 +39,9 @@ PROMPT_TOKENS = 32
 GROUP = 8
 SAMPLE_SECONDS = 0.25  # between two looks at the engines' counters
 ANSWER_SECONDS = 60.0
-UPDATES_STANDING = 3  # in each of the modes that stop the engines
+STANDING_UPDATES = 3  # in each of the modes that stop the engines
+
+Mode = Literal["inflight", "pause", "drain"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +52,7 @@ class SyncLoad:
     max_tokens: int = 128
     """of the longest sample; the shortest has a quarter"""
     seconds: float = 120.0
-    """with an update every `interval` seconds, and half as long without any"""
+    """with an update in flight every `interval` seconds, and as long without any"""
     interval: float = 10.0
 
 
@@ -89,31 +93,32 @@ def bench_sync(model: str, load: SyncLoad, overrides: list[str]) -> dict[str, An
 
 
 async def _bench(config: Config, load: SyncLoad, vocabulary: int) -> dict[str, Any]:
+    pairs: dict[Mode, tuple[Window, Window]] = {}
     async with _Bench.open(config, load, vocabulary) as bench:
-        await bench.run(load.interval / 2)  # the first steps fill the batch
-        without, windows = Window(), {}
-        await bench.run(load.seconds / 4, into=without)
-        windows["inflight"] = await bench.in_flight()
-        await bench.run(load.seconds / 4, into=without)
-        windows["pause"] = await bench.standing("pause")
-        windows["drain"] = await bench.standing("drain")
+        await bench.window(Window(), load.interval / 2)  # the first steps fill the batch
+        updates = max(1, round(load.seconds / load.interval))
+        pairs["inflight"] = await bench.pair("inflight", updates, load.interval)
+        pairs["pause"] = await bench.pair("pause", STANDING_UPDATES, load.interval / 2)
+        pairs["drain"] = await bench.pair("drain", STANDING_UPDATES, load.interval / 2)
+    without = pairs["inflight"][1]
     step = statistics.median(without.step_seconds)
     return {
-        "bytes": windows["inflight"].reports[0].num_bytes,
+        "bytes": pairs["inflight"][0].reports[0].num_bytes,
         "engines": load.engines,
         "transport": bench.transport,
         "decode_step_seconds": step,
         "tokens_per_second_without": without.tokens_per_second,
-        "modes": {mode: _figures(window, without, step) for mode, window in windows.items()},
+        "modes": {mode: _figures(*pair, step) for mode, pair in pairs.items()},
     }
 
 
 def _figures(window: Window, without: Window, step_seconds: float) -> dict[str, float]:
-    """Medians over updates; `lost_seconds` is the share of tokens that were not made, as seconds an update."""
+    """Medians over updates. `tokens_share` is that of the windows without an update between those with one, and
+    `lost_seconds` the same as seconds an update."""
     reports = window.reports
     seconds = statistics.median(report.seconds for report in reports)
     stall = statistics.median(report.stall_seconds for report in reports)
-    lost = window.seconds - window.tokens / without.tokens_per_second
+    share = window.tokens_per_second / without.tokens_per_second
     return {
         "updates": len(reports),
         "seconds": seconds,
@@ -122,9 +127,9 @@ def _figures(window: Window, without: Window, step_seconds: float) -> dict[str, 
         "stall_seconds": stall,
         "stall_steps": stall / step_seconds,
         "stall_seconds_max": max(report.stall_seconds for report in reports),
-        "lost_seconds": lost / len(reports),
+        "lost_seconds": window.seconds * (1 - share) / len(reports),
         "tokens_per_second": window.tokens_per_second,
-        "tokens_share": window.tokens_per_second / without.tokens_per_second,
+        "tokens_share": share,
     }
 
 
@@ -176,47 +181,40 @@ class _Bench:
                 await sync.close()
                 await service.close()
 
-    async def run(self, seconds: float, *, into: Window | None = None) -> None:
-        """Let the engines decode for so long, and look at their counters."""
-        window = Window() if into is None else into
+    async def pair(self, mode: Mode, updates: int, seconds: float) -> tuple[Window, Window]:
+        """Windows with an update in the middle and, before each, one without: all of a kind added up."""
+        self._sync.mode = mode
+        window, without = Window(), Window()
+        for _ in range(updates):
+            await self.window(without, seconds)
+            await self.window(window, seconds, update=True)
+        return window, without
+
+    async def window(self, window: Window, seconds: float, *, update: bool = False) -> None:
+        """Let the engines decode for so long, or for as long as the update takes beside it, and count."""
         started, before = time.perf_counter(), await self._counters()
-        end, last = started + seconds, before
-        while (now := time.perf_counter()) < end:
-            await asyncio.sleep(min(SAMPLE_SECONDS, end - now))
+        watching = asyncio.create_task(self._watch(window))
+        await asyncio.sleep(seconds / 2)
+        if update:
+            await self._update(window)
+        await asyncio.sleep(max(0.0, started + seconds - time.perf_counter()))
+        watching.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await watching
+        window.tokens += _made(before, await self._counters())
+        window.seconds += time.perf_counter() - started
+
+    async def _watch(self, window: Window) -> None:
+        """The mean step of each short while."""
+        last = await self._counters()
+        while True:
+            await asyncio.sleep(SAMPLE_SECONDS)
             counters = await self._counters()
             for old, new in zip(last, counters, strict=True):
                 if new["steps"] > old["steps"]:
-                    window.step_seconds.append(
-                        (new["busy_seconds"] - old["busy_seconds"]) / (new["steps"] - old["steps"])
-                    )
+                    busy = new["busy_seconds"] - old["busy_seconds"]
+                    window.step_seconds.append(busy / (new["steps"] - old["steps"]))
             last = counters
-        window.seconds += time.perf_counter() - started
-        window.tokens += _made(before, last)
-
-    async def in_flight(self) -> Window:
-        """An update every so many seconds, beside the decoding."""
-        self._sync.mode = "inflight"
-        window = Window()
-        decoding = asyncio.create_task(self.run(self._load.seconds, into=window))
-        started = time.perf_counter()
-        for number in range(max(1, round(self._load.seconds / self._load.interval))):
-            await asyncio.sleep(started + (number + 0.5) * self._load.interval - time.perf_counter())
-            await self._update(window)
-        await decoding
-        return window
-
-    async def standing(self, mode: Literal["pause", "drain"]) -> Window:
-        """Updates that the engines stand still for; between two of them they decode for an interval."""
-        self._sync.mode = mode
-        window = Window()
-        for _ in range(UPDATES_STANDING):
-            started, before = time.perf_counter(), await self._counters()
-            await asyncio.sleep(self._load.interval / 2)
-            await self._update(window)
-            await asyncio.sleep(self._load.interval / 2)
-            window.seconds += time.perf_counter() - started
-            window.tokens += _made(before, await self._counters())
-        return window
 
     async def _update(self, window: Window) -> None:
         step = RankBatch(version=self._version, mini_batches=())

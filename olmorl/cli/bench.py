@@ -92,7 +92,9 @@ def sync(
     engines: Annotated[int, typer.Option(min=1)] = 2,
     live: Annotated[int, typer.Option(min=1, help="Samples that an engine decodes at once.")] = 16,
     max_tokens: Annotated[int, typer.Option(min=4, help="Of the longest sample.")] = 128,
-    seconds: Annotated[float, typer.Option(min=0.1, help="With updates in flight; the whole takes thrice that.")] = 120,
+    seconds: Annotated[
+        float, typer.Option(min=0.1, help="With updates in flight; the whole takes three times as long.")
+    ] = 120,
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds from one update to the next.")] = 10,
 ) -> None:
     """What a weight update costs engines under load: in flight, with a pause, and after a drain."""

@@ -2,6 +2,7 @@
 
 import json
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from olmorl.contract.generation import EngineConfig, RolloutRequest, SamplingPar
 
 
 def record(model_folder: str, folder: Path) -> Path:
-    """Requests from two threads, aborts and updates, whenever the engine happens to take them."""
+    """Requests from two threads and updates, whenever the engine happens to take them; then an abort."""
     config = EngineConfig(
         model=model_folder,
         max_num_seqs=6,
@@ -53,16 +54,35 @@ def record(model_folder: str, folder: Path) -> Path:
     threads = [threading.Thread(target=submit, args=(offset,)) for offset in (0, 100)]
     for thread in threads:
         thread.start()
-    for version in range(4):
+    for version in range(3):
         update(version)
         worker.drain(0.01)
-    worker.abort(["5", "105", "unknown"])
     for thread in threads:
         thread.join()
-    update(4)
+    meet_in_mid_sample(worker, update)
     assert worker.wait_idle(60)
     worker.shutdown()
     return folder / "engine-0.jsonl"
+
+
+def meet_in_mid_sample(worker: InferenceWorker, update: Callable[[int], None]) -> None:
+    """While nobody else has the engine: updates of both kinds, and an abort, of a sample that is half done."""
+    assert worker.wait_idle(60)
+    worker.pause()
+    params = SamplingParams(n=2, max_tokens=80, seed=7, ignore_eos=True)
+    prompt = np.arange(5, dtype=np.int32)
+    worker.submit(
+        [
+            RolloutRequest(request_id=name, lease=1, prompt_token_ids=prompt, params=params, sample_indices=(0, 1))
+            for name in ("long", "given up")
+        ]
+    )
+    for version in (3, 4):  # recomputed, then kept
+        for _ in range(4):
+            assert worker._call(worker._engine.step) == []
+        update(version)
+    worker.abort(["given up", "unknown"])
+    worker.resume()
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +118,7 @@ def test_what_differs_is_told(recorded: Path, tmp_path: Path) -> None:
     assert report.divergence is not None and report.divergence.step == step
     assert f"drawn (request, sample, tokens) ({event['drawn'][-1][0]!r}" in str(report)
 
-    changed.write_text("\n".join(line for line in lines if '"event":"add","request":"100"' not in line))
+    changed.write_text("\n".join(line for line in lines if '"event":"add","request":"long"' not in line))
     assert "computed" in str(replay_schedule(changed)), "a request that never came made no difference"
 
     changed.write_text("\n".join([*lines[:at], lines[at][:-9]]))  # a crash cut it short
