@@ -34,6 +34,8 @@ class Engine:
         self.config = config
         if config.threads is not None:
             torch.set_num_threads(config.threads)
+        if config.gpu_share < 1 and config.device.startswith("cuda"):
+            torch.cuda.set_per_process_memory_fraction(config.gpu_share)
         self.folder: Path = resolve_folder(config.model)
         self.decoder = load_decoder(
             self.folder,

@@ -129,6 +129,7 @@ def weights_file(folder: Path, version: int) -> Path:
 
 
 def open_engine(config: EngineConfig, *, name: str, initial_version: int) -> Engine:
+    """One that records to `name`.jsonl, if the config says where."""
     if config.schedule_dir is None:
         return Engine(config, initial_version=initial_version)
     path = Path(config.schedule_dir) / f"{name}.jsonl"

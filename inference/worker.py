@@ -34,8 +34,6 @@ class InferenceWorker:
         self.name = name
         if config.threads is not None:
             torch.set_num_threads(config.threads)
-        if config.gpu_share < 1 and config.device.startswith("cuda"):
-            torch.cuda.set_per_process_memory_fraction(config.gpu_share)
         self._engine = _translated(lambda: open_engine(config, name=name, initial_version=initial_version))
         decoder = self._engine.decoder
         self._receiver = WeightReceiver(decoder.specs, device=decoder.device, weights=decoder.tensors)

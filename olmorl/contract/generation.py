@@ -178,7 +178,7 @@ class EngineConfig:
     gpu_share: float = 1.0
     """of the device's memory that this process may take"""
     schedule_dir: str | None = None
-    """where an inference worker records its schedule, see `inference.recorded_engine`; `LLM` records none"""
+    """where the engine records its schedule, see `inference.recorded_engine`; None records none"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
