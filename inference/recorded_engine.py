@@ -121,7 +121,8 @@ class RecordedEngine(WatchedEngine):
         part.replace(path)
 
     def _write(self, event: str, **what: Any) -> None:
-        self._file.write(json.dumps({"event": event, **what}, separators=(",", ":")) + "\n")
+        line = json.dumps({"event": event, **what}, separators=(",", ":"), default=lambda number: number.item())
+        self._file.write(line + "\n")
 
 
 def weights_file(folder: Path, version: int) -> Path:

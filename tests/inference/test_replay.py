@@ -32,7 +32,7 @@ def record(model_folder: str, folder: Path) -> Path:
     def submit(offset: int) -> None:
         rng = np.random.default_rng(offset)
         for number in range(offset, offset + 12):
-            params = SamplingParams(n=3, max_tokens=int(rng.integers(5, 40)), seed=number, temperature=0.9, top_k=12)
+            params = SamplingParams(n=3, max_tokens=rng.integers(5, 40), seed=number, temperature=0.9, top_k=12)
             prompt = rng.integers(0, 20, int(rng.integers(1, 30))).astype(np.int32)
             worker.submit(
                 [
