@@ -193,22 +193,24 @@ class _Bench:
     async def window(self, window: Window, seconds: float, *, update: bool = False) -> None:
         """Let the engines decode for so long, or for as long as the update takes beside it, and count."""
         started, before = time.perf_counter(), await self._counters()
-        watching = asyncio.create_task(self._watch(window))
+        ended = asyncio.Event()
+        watching = asyncio.create_task(self._watch(window, ended))
         await asyncio.sleep(seconds / 2)
         if update:
             await self._update(window)
         await asyncio.sleep(max(0.0, started + seconds - time.perf_counter()))
-        watching.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await watching
+        ended.set()
+        await watching
         window.tokens += _made(before, await self._counters())
         window.seconds += time.perf_counter() - started
 
-    async def _watch(self, window: Window) -> None:
-        """The mean step of each short while."""
+    async def _watch(self, window: Window, ended: asyncio.Event) -> None:
+        """The mean step of each short while, and of the last one."""
         last = await self._counters()
-        while True:
-            await asyncio.sleep(SAMPLE_SECONDS)
+        while not ended.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(SAMPLE_SECONDS):
+                    await ended.wait()
             counters = await self._counters()
             for old, new in zip(last, counters, strict=True):
                 if new["steps"] > old["steps"]:
