@@ -35,6 +35,8 @@ class Engine:
         self.config = config
         if config.threads is not None:
             torch.set_num_threads(config.threads)
+        if config.gpu_share < 1 and config.device.startswith("cuda"):
+            torch.cuda.set_per_process_memory_fraction(config.gpu_share)
         self.folder: Path = resolve_folder(config.model)
         self.decoder = load_decoder(
             self.folder,
@@ -53,6 +55,8 @@ class Engine:
         self.eos_ids = eos_token_ids(self.folder)
         self.tokenizer = Tokenizer(self.folder)
         self.version = initial_version
+        self.rewriting = False
+        """an update is being received into the weights themselves: until it is committed they are of no version"""
         self.scheduler = self._new_scheduler()
         self.runner = Runner(
             self.decoder,
@@ -173,6 +177,7 @@ class Engine:
         """Compute and draw once; the samples that finished by it."""
         if not self.scheduler.has_work:
             return []
+        assert not self.rewriting, "a step was asked for while the weights are being rewritten"
         started, before = time.perf_counter(), replace(self.clock.totals)
         plan = self.scheduler.schedule()
         finished = self._give_up(plan)
@@ -323,13 +328,17 @@ class Engine:
 
     @torch.inference_mode()
     def commit(self, staged: StagedUpdate, version: int, *, kv: KvPolicy = "keep") -> float:
-        """Copy a staged update in place, addresses unchanged; the seconds that took."""
+        """Copy a staged update into the weights, addresses unchanged; the seconds that took."""
         if kv not in ("keep", "recompute"):
             raise ValueError(f"kv is {kv!r}; it must be 'keep' or 'recompute'")
         self.check_version(version)
         started = time.perf_counter()
-        for name, tensor in self.decoder.tensors.items():
-            tensor.copy_(staged.tensors[name])
+        if not staged.in_place:
+            for name, tensor in self.decoder.tensors.items():
+                tensor.copy_(staged.tensors[name])
+        if self.decoder.device.type == "cuda":
+            torch.cuda.synchronize(self.decoder.device)  # who sent may now write what was copied from
+        self.rewriting = False
         self.version = version
         self.scheduler.change_version(version, recompute=kv == "recompute")
         seconds = time.perf_counter() - started
@@ -342,6 +351,8 @@ class Engine:
 
     def score(self, sequences: Items[np.ndarray]) -> list[np.ndarray]:
         """Raw logprob of each token after the first, given those before it, under the present weights."""
+        if self.rewriting:
+            raise WeightUpdateError("the weights are being rewritten: there are none to score with")
         scores: list[np.ndarray] = []
         part: list[np.ndarray] = []
         for sequence in sequences:

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from inference.device_peaks import device_peaks
-from inference.engine import Engine, KvPolicy
+from inference.engine import KvPolicy
+from inference.recorded_engine import open_engine
 from inference.request import Request, Sequence
 from inference.stopping import output_text
 from inference.tokenizer import Tokenizer
@@ -96,7 +97,7 @@ class LLM:
 
     def __init__(self, model: str | Path, **options: Any) -> None:
         config = EngineConfig(model=str(model), **_checked(options))
-        self.engine = Engine(config)
+        self.engine = open_engine(config, name="llm", initial_version=0)
         self._num_requests = 0
         self._aborted: list[RequestOutput] = []
 

@@ -95,8 +95,37 @@ def learner(
     _report(figures, json_file)
 
 
+@app.command()
+def sync(
+    model: Annotated[str, typer.Option(help="Hugging Face folder.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Settings of a run, such as sync.transport=ipc.")
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the figures here.")] = None,
+    engines: Annotated[int, typer.Option(min=1)] = 2,
+    live: Annotated[int, typer.Option(min=1, help="Samples that an engine decodes at once.")] = 16,
+    max_tokens: Annotated[int, typer.Option(min=4, help="Of the longest sample.")] = 128,
+    seconds: Annotated[
+        float, typer.Option(min=0.1, help="With updates in flight; the whole takes three times as long.")
+    ] = 120,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds from one update to the next.")] = 10,
+) -> None:
+    """What a weight update costs engines under load: in flight, with a pause, and after a drain."""
+    from olmorl.bench.sync import SyncLoad, bench_sync
+
+    load = SyncLoad(engines=engines, live=live, max_tokens=max_tokens, seconds=seconds, interval=interval)
+    _report(bench_sync(model, load, overrides or []), json_file)
+
+
 def _report(figures: dict[str, Any], json_file: Path | None) -> None:
-    for name, value in figures.items():
-        print(f"{name:24} {value:.4g}" if isinstance(value, float) else f"{name:24} {value}")
+    _print(figures)
     if json_file is not None:
         json_file.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+def _print(figures: dict[str, Any], prefix: str = "") -> None:
+    for name, value in figures.items():
+        if isinstance(value, dict):
+            _print(value, f"{prefix}{name}.")
+        else:
+            print(f"{prefix + name:34} {value:.4g}" if isinstance(value, float) else f"{prefix + name:34} {value}")

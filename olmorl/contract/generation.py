@@ -176,6 +176,10 @@ class EngineConfig:
     seed: int = 0
     threads: int | None = None
     """torch threads of the process; None leaves torch's own choice"""
+    gpu_share: float = 1.0
+    """of the device's memory that this process may take"""
+    schedule_dir: str | None = None
+    """where the engine records its schedule, see `inference.recorded_engine`; None records none"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -139,7 +139,7 @@ class Cluster:
     def __init__(self, placement: Placement, *, address: str | None, log_dir: Path, start_timeout: float) -> None:
         self._placement = placement
         self._address = address
-        self._log_dir = log_dir
+        self.log_dir = log_dir
         self._start_timeout = start_timeout
         self._actors: list[Any] = []
         self._group: Any = None
@@ -150,10 +150,10 @@ class Cluster:
         import ray
 
         here = os.getcwd()
-        self._log_dir.mkdir(parents=True, exist_ok=True)
+        self.log_dir.mkdir(parents=True, exist_ok=True)
         # Ray puts the driver's current directory first on the workers' path: a stray inference.py there would
         # shadow the package, so start from the log directory, which holds no Python file.
-        os.chdir(self._log_dir)
+        os.chdir(self.log_dir)
         try:
             with _interrupts_deferred():
                 ray.init(
@@ -201,7 +201,7 @@ class Cluster:
                 max_concurrency=THREADS_PER_WORKER,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, slot),
             )
-            .remote(str(self._log_dir / f"{name}.log"))
+            .remote(str(self.log_dir / f"{name}.log"))
         )
         self._actors.append(actor)
         return Remote(name, actor)

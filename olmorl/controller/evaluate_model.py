@@ -55,19 +55,20 @@ async def evaluate_model(
     try:
         await scorer.check_truths(prompts)
         engine = await asyncio.to_thread(_start_engine, config, version)
-        failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        failed: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         service = RolloutService(on_lost=lambda name, reason: _fail(failed, reason))
         try:
             service.ensure_worker(engine)
             on_start(sum(len(one.prompts) * one.samples_per_prompt for one in sets))
-            work = asyncio.ensure_future(
+            work: asyncio.Future[Any] = asyncio.ensure_future(
                 evaluate(sets, config=config, service=service, scorer=scorer, version=version, on_scored=on_scored)
             )
-            await asyncio.wait({work, failed}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([work, failed], return_when=asyncio.FIRST_COMPLETED)
             if failed.done():
                 work.cancel()
                 failed.result()
-            return await work
+            evaluations: list[Evaluation] = await work
+            return evaluations
         finally:
             engine.kill()
             await service.close()

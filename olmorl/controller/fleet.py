@@ -42,7 +42,7 @@ async def start_fleet(config: Config, *, cluster: Cluster, placement: Placement)
     deadline = config.cluster.start_timeout_seconds
     remotes = [cluster.spawn(name, slot) for slot, name in enumerate(placement.names)]
     engines, learners = remotes[: placement.inference_workers], remotes[placement.inference_workers :]
-    starts = [_start_engine(engine, config, placement) for engine in engines]
+    starts = [_start_engine(engine, config, placement, cluster.log_dir) for engine in engines]
     await asyncio.gather(*starts, _start_learners(learners, _learner_config(config, placement), deadline))
     infos = await asyncio.gather(*(e.call("info", timeout=deadline) for e in engines))
     learner_info = await learners[0].call("info", timeout=deadline)
@@ -61,16 +61,17 @@ async def replace_engine(slot: int, number: int, *, config: Config, cluster: Clu
     """Start a worker in the slot of one that was lost; `number` is new in this run."""
     engine = cluster.spawn(f"inference-{number}", slot)
     try:
-        await _start_engine(engine, config, placement)
+        await _start_engine(engine, config, placement, cluster.log_dir)
     except BaseException:
         engine.kill()
         raise
     return engine
 
 
-async def _start_engine(engine: Remote, config: Config, placement: Placement) -> None:
+async def _start_engine(engine: Remote, config: Config, placement: Placement, log_dir: Path) -> None:
     deadline = config.cluster.start_timeout_seconds
-    await engine.start(INFERENCE_WORKER, engine_config(config, placement), name=engine.name, timeout=deadline)
+    settings = engine_config(config, placement, log_dir)
+    await engine.start(INFERENCE_WORKER, settings, name=engine.name, timeout=deadline)
 
 
 async def _start_learners(learners: list[Remote], config: LearnerConfig, deadline: float) -> None:
@@ -85,7 +86,8 @@ async def _start_learners(learners: list[Remote], config: LearnerConfig, deadlin
     await asyncio.gather(*(learner.call("start", host, port, timeout=deadline) for learner in learners))
 
 
-def engine_config(config: Config, placement: Placement) -> EngineConfig:
+def engine_config(config: Config, placement: Placement, log_dir: Path | None = None) -> EngineConfig:
+    """`log_dir`: where a recorded schedule goes; None records none."""
     section = config.inference
     return EngineConfig(
         model=config.model.path,
@@ -100,6 +102,8 @@ def engine_config(config: Config, placement: Placement) -> EngineConfig:
         batching=section.batching,
         seed=config.run.seed,
         threads=placement.inference_threads,
+        gpu_share=section.gpu_share,
+        schedule_dir=str(log_dir / "schedule") if log_dir and config.logging.schedule else None,
     )
 
 
@@ -110,6 +114,7 @@ def _learner_config(config: Config, placement: Placement) -> LearnerConfig:
         dtype=resolve_dtype(config, placement.learner_device),
         device=placement.learner_device,
         threads=placement.learner_threads,
+        gpu_share=learner.gpu_share,
         activation_checkpointing=learner.activation_checkpointing,
         shard_size=learner.shard_size,
         logprob_chunk_tokens=learner.logprob_chunk_tokens,

@@ -1,5 +1,6 @@
 """Where the workers of a run go: how many, on which device, with how many cores. Pure: asks no cluster."""
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ class Placement:
     learner_device: Literal["cpu", "cuda"]
     inference_threads: int | None
     learner_threads: int | None
+    inference_gpu_share: float = 1.0
+    learner_gpu_share: float = 1.0
 
     @property
     def names(self) -> list[str]:
@@ -28,8 +31,11 @@ class Placement:
     @property
     def bundles(self) -> list[dict[str, float]]:
         """One for each worker, inference first."""
-        devices = [self.inference_device] * self.inference_workers + [self.learner_device] * self.learner_workers
-        return [{"CPU": CPUS_PER_GPU_WORKER, "GPU": 1} if d == "cuda" else {"CPU": 1} for d in devices]
+        roles = [(self.inference_device, self.inference_gpu_share)] * self.inference_workers
+        roles += [(self.learner_device, self.learner_gpu_share)] * self.learner_workers
+        return [
+            {"CPU": CPUS_PER_GPU_WORKER, "GPU": share} if device == "cuda" else {"CPU": 1} for device, share in roles
+        ]
 
     @property
     def cpus(self) -> int:
@@ -37,7 +43,8 @@ class Placement:
 
     @property
     def gpus(self) -> int:
-        return sum(int(bundle.get("GPU", 0)) for bundle in self.bundles)
+        """Whole ones; workers that share one count as one."""
+        return math.ceil(sum(bundle.get("GPU", 0) for bundle in self.bundles) - 1e-6)
 
     def describe(self) -> str:
         return (
@@ -76,6 +83,8 @@ def plan_placement(config: Config, *, gpus_here: int | None = None) -> Placement
         learner_device=learner_device,
         inference_threads=inference.threads or (share if inference_device == "cpu" else None),
         learner_threads=learner.threads or (share if learner_device == "cpu" else None),
+        inference_gpu_share=inference.gpu_share,
+        learner_gpu_share=learner.gpu_share,
     )
 
 

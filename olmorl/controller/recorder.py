@@ -136,6 +136,10 @@ class Recorder:
         """Put on disk how many tokens this attempt has received so far: the next one may have to account for them."""
         write_atomically(self._directory.received_file, f"{self._received_before + tokens}\n")
 
+    def compared(self, *, num_tokens: int) -> None:
+        """The parity gate had so many tokens generated; they are in the bin of evaluations."""
+        self._ledger.add("eval", num_tokens)
+
     def updated(self, update: UpdateReport) -> None:
         """An update is live; the next row tells of it."""
         self._updates.append(update)

@@ -20,6 +20,7 @@ from olmorl.controller.evaluate import EvalSet, Evaluation, evaluate
 from olmorl.controller.fleet import Fleet
 from olmorl.controller.group import Group
 from olmorl.controller.loop import Batch, RolloutLoops
+from olmorl.controller.parity import ParityGate
 from olmorl.controller.recorder import Recorder, Step, snapshot_stats
 from olmorl.controller.resume import DriverState, PromptQueue
 from olmorl.controller.rollout import RolloutService
@@ -48,6 +49,7 @@ class Session:
         fleet: Fleet,
         service: RolloutService,
         sync: WeightSync,
+        gate: ParityGate,
         supervisor: EngineSupervisor,
         scorer: Scorer,
         prompts: PromptQueue,
@@ -66,6 +68,7 @@ class Session:
         self._fleet = fleet
         self._service = service
         self._sync = sync
+        self._gate = gate
         self._supervisor = supervisor
         self._scorer = scorer
         self._prompts = prompts
@@ -100,7 +103,7 @@ class Session:
         self.version = version
 
     async def start(self) -> None:
-        """Send the first update, evaluate the policy as it is, and let the loops run."""
+        """Send the first update, compare engines and learner, evaluate the policy as it is, and let the loops run."""
         heartbeat = self._config.cluster.heartbeat_seconds
         self._background.start_loop("service", self._service.run())
         self._background.start_loop("supervisor", self._supervisor.run())
@@ -110,7 +113,7 @@ class Session:
         self._learner_time.enter("sending")
         await self._background.unless_failed(self._sync.snapshot(self.version))
         self._learner_time.enter("waiting")
-        await self._background.unless_failed(self._go_live(self._step))
+        await self._background.unless_failed(self._go_live(self._step, first=True))
         self._background.start_loop("rollouts", self._loops.run())
 
     async def next_batch(self) -> Batch:
@@ -236,8 +239,10 @@ class Session:
             timeline.write(self._service.stats, self._learner_time.totals(), now=time.time())
             await asyncio.sleep(self._config.logging.timeline_seconds)
 
-    async def _go_live(self, step: Step) -> None:
+    async def _go_live(self, step: Step, *, first: bool = False) -> None:
         self._recorder.updated(await self._sync.publish(step.number))
+        if first:
+            self._recorder.compared(num_tokens=await self._gate.check())
         self._loops.published(step.number)
         if step.number > 0 and not step.groups:
             return  # a resumed run's first update belongs to a step that has its row, and its evaluation

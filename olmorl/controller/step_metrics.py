@@ -160,7 +160,7 @@ def add_update(bag: MetricBag, report: UpdateReport) -> None:
     bag.add("sync/seconds", report.seconds)
     bag.add("sync/stall_seconds", report.stall_seconds)
     bag.add("sync/bytes", report.num_bytes)
-    bag.add("canary/checksum_ok", 1.0)
+    bag.add("canary/checksum_ok", report.checksum_ok)
     if report.canary_mean is not None and report.canary_max is not None:
         bag.add("canary/logprob_abs_diff_mean", report.canary_mean)
         bag.add("canary/logprob_abs_diff_max", report.canary_max, reduce="max")

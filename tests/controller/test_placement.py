@@ -4,8 +4,9 @@ from collections.abc import Callable
 import pytest
 
 from olmorl.config.schema import Config
-from olmorl.contract.errors import PlacementError
+from olmorl.contract.errors import ConfigError, PlacementError
 from olmorl.controller.cluster import check_placement
+from olmorl.controller.compose import sync_transport
 from olmorl.controller.placement import count_gpus, plan_placement
 
 MakeConfig = Callable[..., Config]
@@ -23,6 +24,21 @@ def test_a_device_that_is_named_is_taken(quickstart_config: MakeConfig) -> None:
     placement = plan_placement(quickstart_config("learner.device=cpu"), gpus_here=2)
     assert placement.bundles == [{"CPU": 1, "GPU": 1}, {"CPU": 1}]
     assert placement.names == ["inference-0", "learner-0"]
+
+
+def test_one_gpu_may_hold_both_roles(quickstart_config: MakeConfig) -> None:
+    config = quickstart_config("inference.gpu_share=0.4", "learner.gpu_share=0.6")
+    placement = plan_placement(config, gpus_here=1)
+    assert placement.bundles == [{"CPU": 1, "GPU": 0.4}, {"CPU": 1, "GPU": 0.6}] and placement.gpus == 1
+    placement.check({"CPU": 2, "GPU": 1})
+    assert sync_transport(config, placement) == "ipc"
+    apart = quickstart_config()
+    assert sync_transport(apart, plan_placement(apart, gpus_here=2)) == "nccl"
+    assert sync_transport(config, plan_placement(config, gpus_here=0)) == "gloo"
+    mapped = quickstart_config("sync.transport=ipc")
+    assert sync_transport(mapped, plan_placement(mapped, gpus_here=0)) == "ipc"
+    with pytest.raises(ConfigError, match="the learner is on cuda, each with a device of its own"):
+        sync_transport(mapped, plan_placement(mapped, gpus_here=2))
 
 
 def test_cpu_workers_share_the_cores(quickstart_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
