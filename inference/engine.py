@@ -7,11 +7,12 @@ torn weight or a half-built batch cannot exist.
 import time
 from collections.abc import Sequence as Items
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
 
+from inference.gpu_sampling import new_gpu_sampler
 from inference.model.load import eos_token_ids, load_decoder, resolve_folder
 from inference.request import Request, Sequence
 from inference.runner import Runner
@@ -23,7 +24,7 @@ from inference.step_batch import BlockTable
 from inference.stopping import StopMatcher, finish_reason
 from inference.tokenizer import Tokenizer
 from olmorl.contract.errors import ConfigError, WeightUpdateError
-from olmorl.contract.generation import EngineConfig, SamplingParams
+from olmorl.contract.generation import EngineConfig, Kernels, SamplingParams
 
 KvPolicy = Literal["keep", "recompute"]
 
@@ -62,6 +63,7 @@ class Engine:
         windowed = self.scheduler.num_window_blocks is not None
         self.table = BlockTable(config.max_num_seqs, block_size=config.block_size, windowed=windowed)
         self.sampling = SamplingTable(config.max_num_seqs)
+        self.gpu_sampler = new_gpu_sampler(self.decoder)
         self.requests: dict[str, Request] = {}
         self.num_arrived = 0
         self.clock = StatsClock()
@@ -230,7 +232,7 @@ class Engine:
         return drawing + [sequence for sequence, _ in plan.starts], self.runner.logits(hidden, last_tokens, kept)
 
     def _draw(self, drawing: list[Sequence], logits: torch.Tensor) -> list[Sequence]:
-        sampled = sample(logits, self.sampling.batch(drawing), self.decoder.team)
+        sampled = sample(logits, self.sampling.batch(drawing), self.decoder.team, self.gpu_sampler)
         broken = sampled.broken_R
         any_broken = bool(broken.any())
         now = time.time()
@@ -373,6 +375,8 @@ def _check_config(config: EngineConfig) -> None:
             raise ConfigError(f"{name} is {value!r}; it must be an integer >= {least}")
     if config.batching not in ("continuous", "static"):
         raise ConfigError(f"batching is {config.batching!r}; it must be 'continuous' or 'static'")
+    if config.kernels not in get_args(Kernels):
+        raise ConfigError(f"kernels is {config.kernels!r}; it must be one of {', '.join(get_args(Kernels))}")
     for name in ("quantization", "speculative"):
         if getattr(config, name) is not None:
             raise ConfigError(f"{name} is {getattr(config, name)!r}; this engine offers None alone")

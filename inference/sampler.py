@@ -8,17 +8,20 @@ Suffixes: R rows (tokens to draw), S a subset of rows, V vocabulary.
 """
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from inference import noise
-from inference.kernels import cpu_sampler, cpu_truncation
-from inference.kernels.cpu_team import Team, new_signals
-from inference.kernels.cpu_tile import LANES
 from inference.logprobs import likeliest, log_sum_exp
 from inference.request import Sequence
 from olmorl.contract.generation import SamplingParams
+
+if TYPE_CHECKING:
+    from inference.gpu_sampling import GpuSampler
+    from inference.kernels import cpu_sampler
+    from inference.kernels.cpu_team import Team
 
 _DRAWS_PER_THREAD = 1 << 18  # logits; below them, one more thread costs more to wake than it looks through
 
@@ -42,6 +45,11 @@ class SamplingBatch:
     @property
     def truncated_R(self) -> np.ndarray:
         return ((self.top_k_R > 0) | (self.top_p_R < 1) | (self.min_p_R > 0)) & (self.temperatures_R > 0)
+
+    @property
+    def scales_R(self) -> np.ndarray:
+        """What logits are divided by; greedy rows by 1."""
+        return np.where(self.temperatures_R == 0, np.float32(1), self.temperatures_R)
 
     def ruled_rows(self) -> np.ndarray:
         """The rows that more than temperature applies to, ascending."""
@@ -115,19 +123,19 @@ class SamplingTable:
         return batch
 
 
-def _scales(batch: SamplingBatch) -> np.ndarray:
-    return np.where(batch.temperatures_R == 0, np.float32(1), batch.temperatures_R)
-
-
 def _has_penalty(params: SamplingParams) -> bool:
     return params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
 
 
-def sample(logits_RV: torch.Tensor, batch: SamplingBatch, team: Team | None = None) -> Sampled:
-    """`logits_RV` is float32 and left as it is. A team draws with compiled kernels."""
+def sample(
+    logits_RV: torch.Tensor, batch: SamplingBatch, team: "Team | None" = None, gpu: "GpuSampler | None" = None
+) -> Sampled:
+    """`logits_RV` is float32 and left as it is. A team draws with compiled kernels, a GPU with Triton's."""
+    if gpu is not None:
+        return gpu.sample(logits_RV, batch)
     if team is None:
         return sample_torch(logits_RV, batch)
-    drawn = draw_compiled(logits_RV, _scales(batch), batch.words_R2, batch.temperatures_R == 0, team)
+    drawn = draw_compiled(logits_RV, batch.scales_R, batch.words_R2, batch.temperatures_R == 0, team)
     rows_S = batch.ruled_rows()
     final_SV = torch.empty(0)
     if len(rows_S):
@@ -143,15 +151,19 @@ def sample(logits_RV: torch.Tensor, batch: SamplingBatch, team: Team | None = No
     top = {}
     for row, k in batch.num_top_R:
         x_V = final.get(row)
-        x_V = logits_RV[row] / float(_scales(batch)[row]) if x_V is None else x_V
+        x_V = logits_RV[row] / float(batch.scales_R[row]) if x_V is None else x_V
         top[row] = likeliest(x_V, float(drawn.lse_2R[0, row]), k)
     return Sampled(drawn.token_ids_R, logprobs_2R[0], logprobs_2R[1], ~np.isfinite(drawn.lse_2R).all(axis=0), top)
 
 
 def draw_compiled(
-    logits_RV: torch.Tensor, scales_R: np.ndarray, words_R2: np.ndarray, greedy_R: np.ndarray, team: Team
-) -> cpu_sampler.Draw:
+    logits_RV: torch.Tensor, scales_R: np.ndarray, words_R2: np.ndarray, greedy_R: np.ndarray, team: "Team"
+) -> "cpu_sampler.Draw":
     """Draws from softmax(logits / scales), cut to the rows there are."""
+    from inference.kernels import cpu_sampler  # numba, which a machine with a GPU can do without
+    from inference.kernels.cpu_team import new_signals
+    from inference.kernels.cpu_tile import LANES
+
     rows, vocab_size = logits_RV.shape
     panels, chunks = -(-rows // LANES), -(-vocab_size // cpu_sampler.CHUNK)
     padded = panels * LANES
@@ -166,16 +178,17 @@ def draw_compiled(
     parts = np.empty((panels, chunks, cpu_sampler.NUM_FIELDS, LANES), np.float32)
     part_ids = np.empty((panels, chunks, LANES), np.int64)
     threads = 1 + min(team.threads - 1, padded * vocab_size // _DRAWS_PER_THREAD)
-    team.run(cpu_sampler.draw, new_signals(1), _panels(logits_RV, padded), draw, parts, part_ids, threads=threads)
+    logits_VR = _panels(logits_RV, padded, LANES)
+    team.run(cpu_sampler.draw, new_signals(1), logits_VR, draw, parts, part_ids, threads=threads)
     return cpu_sampler.Draw(*(array[..., :rows] for array in draw))
 
 
-def _panels(logits_RV: torch.Tensor, padded: int) -> np.ndarray:
+def _panels(logits_RV: torch.Tensor, padded: int, lanes: int) -> np.ndarray:
     """[V, R] with rows padded to whole panels: the memory itself where it is laid out so, else a copy."""
     rows, vocab_size = logits_RV.shape
     step = logits_RV.stride(1)
     room = logits_RV.untyped_storage().nbytes() // 4 - logits_RV.storage_offset()
-    if logits_RV.stride(0) == 1 and step % LANES == 0 and step >= padded and room >= step * (vocab_size - 1) + padded:
+    if logits_RV.stride(0) == 1 and step % lanes == 0 and step >= padded and room >= step * (vocab_size - 1) + padded:
         return logits_RV.as_strided((vocab_size, padded), (step, 1)).numpy()
     panels_VR = np.zeros((vocab_size, padded), np.float32)
     panels_VR[:, :rows] = logits_RV.numpy().T
@@ -209,9 +222,9 @@ def sample_torch(logits_RV: torch.Tensor, batch: SamplingBatch) -> Sampled:
     )
 
 
-def process(logits_RV: torch.Tensor, batch: SamplingBatch, team: Team | None = None) -> torch.Tensor:
+def process(logits_RV: torch.Tensor, batch: SamplingBatch, team: "Team | None" = None) -> torch.Tensor:
     """Logits of the distribution each row is drawn from; `logits_RV` itself when no row changes anything."""
-    scale_R, truncated_R = _scales(batch), batch.truncated_R
+    scale_R, truncated_R = batch.scales_R, batch.truncated_R
     scaled, truncated = bool((scale_R != 1).any()), bool(truncated_R.any())
     if not (scaled or truncated or batch.penalized or batch.masked):
         return logits_RV
@@ -228,6 +241,9 @@ def process(logits_RV: torch.Tensor, batch: SamplingBatch, team: Team | None = N
         x_SV = x_RV if len(rows_S) == len(x_RV) else x_RV[index_S]
         limits = [a[rows_S] for a in (batch.top_k_R, batch.top_p_R, batch.min_p_R)]
         if team is not None:
+            from inference.kernels import cpu_truncation
+            from inference.kernels.cpu_team import new_signals
+
             team.run(cpu_truncation.truncate, new_signals(1), x_SV.numpy(), *limits)
         else:
             kept_SV = kept_tokens(x_SV, *(torch.from_numpy(a).to(x_RV.device) for a in limits))

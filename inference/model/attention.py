@@ -18,24 +18,29 @@ from inference.step_batch import StepBatch
 class KVPool:
     """Keys and values of all layers. Zeroed pages cost nothing until they are written.
 
-    Keys lie transposed in their block, so that neighbouring keys fill a vector register.
+    On a CPU keys lie transposed in their block, so that neighbouring keys fill a vector register; on a GPU a key lies
+    in one piece, as values do.
     """
 
     def __init__(
         self, arch: Architecture, num_blocks: int, *, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         shape = (len(arch.layers), num_blocks, 2, arch.num_kv_heads, block_size * arch.head_dim)
-        # numpy asks for large pages, torch does not: blocks lie all over the pool, and each would miss small ones.
-        zeros = (
-            torch.from_numpy(np.zeros(shape, np.float32)) if device.type == "cpu" else torch.zeros(shape, device=device)
-        )
-        self.data_LB2KX = zeros.to(dtype)
+        self.transposed = device.type == "cpu"
+        if device.type == "cpu":
+            # numpy asks for large pages, torch does not: blocks lie all over the pool, and each would miss small ones.
+            self.data_LB2KX = torch.from_numpy(np.zeros(shape, np.float32)).to(dtype)
+        else:
+            self.data_LB2KX = torch.zeros(shape, dtype=dtype, device=device)
         self.block_size = block_size
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys [B, K, D, S] and values [B, K, S, D] of one layer."""
         keys_BKX, values_BKX = self.data_LB2KX[index].unbind(1)
-        return keys_BKX.unflatten(2, (-1, self.block_size)), values_BKX.unflatten(2, (self.block_size, -1))
+        values_BKSD = values_BKX.unflatten(2, (self.block_size, -1))
+        if self.transposed:
+            return keys_BKX.unflatten(2, (-1, self.block_size)), values_BKSD
+        return keys_BKX.unflatten(2, (self.block_size, -1)).transpose(2, 3), values_BKSD
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         source, target = (torch.tensor(blocks, device=self.data_LB2KX.device) for blocks in zip(*copies, strict=True))

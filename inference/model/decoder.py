@@ -8,21 +8,25 @@ Suffixes: T tokens, M hidden size, R wanted rows, V vocabulary.
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
-from inference.kernels.cpu_team import Team
 from inference.model.architecture import Architecture
 from inference.model.arena import Arena
 from inference.model.attention import AttentionInput, attend
-from inference.model.compiled_decoder import CompiledDecoder, can_compile
 from inference.model.kv_pools import KVPools
-from inference.model.layers import gated_silu, linear, rms_norm, rope_table
+from inference.model.layers import gated_silu, head_logits, linear, rms_norm, rope_table
 from inference.model.rope import Rope
 from inference.step_batch import StepBatch
 from olmorl.contract.generation import Kernels
 from olmorl.contract.weights import TensorSpec
+
+if TYPE_CHECKING:
+    from inference.kernels.cpu_team import Team
+    from inference.model.compiled_decoder import CompiledDecoder
+    from inference.model.gpu_decoder import GpuDecoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +64,21 @@ class Decoder:
         self.layers = [self._layer(index, max_model_len) for index in range(len(arch.layers))]
         self.norm = self._tensor("model.norm.weight", arch.hidden_size)
         self.head = self.embedding if arch.tied else self._tensor("lm_head.weight", arch.vocab_size, arch.hidden_size)
+        # Each backend brings its compiler: numba or Triton, and a machine may have one of them only.
         self.compiled: CompiledDecoder | None = None
-        if kernels == "auto" and can_compile(arch, dtype=dtype, device=device):
-            self.compiled = CompiledDecoder(self, max_model_len=max_model_len, threads=torch.get_num_threads())
+        self.gpu: GpuDecoder | None = None
+        if kernels == "triton" or (kernels == "auto" and device.type == "cuda"):
+            from inference.model.gpu_decoder import GpuDecoder
+
+            self.gpu = GpuDecoder(self)
+        elif kernels == "auto" and device.type == "cpu":
+            from inference.model.compiled_decoder import CompiledDecoder, can_compile
+
+            if can_compile(arch, dtype=dtype, device=device):
+                self.compiled = CompiledDecoder(self, max_model_len=max_model_len, threads=torch.get_num_threads())
 
     @property
-    def team(self) -> Team | None:
+    def team(self) -> "Team | None":
         """The threads of the compiled kernels; None where torch computes."""
         return None if self.compiled is None else self.compiled.team
 
@@ -83,6 +96,8 @@ class Decoder:
         """[T, M] after the final norm; keys and values of the step are in `pools`."""
         if self.compiled is not None:
             return self.compiled.forward(batch, pools)
+        if self.gpu is not None:
+            return self.gpu.forward(batch, pools)
         return self.forward_torch(batch, pools)
 
     def forward_torch(self, batch: StepBatch, pools: KVPools) -> torch.Tensor:
@@ -106,7 +121,7 @@ class Decoder:
         """[R, V] float32, valid until the next call; rows need not be contiguous."""
         if self.compiled is not None:
             return self.compiled.logits(hidden_RM)
-        return linear(hidden_RM, self.head).float()
+        return head_logits(hidden_RM, self.head)
 
     def _layer(self, index: int, max_model_len: int) -> LayerWeights:
         arch = self.arch

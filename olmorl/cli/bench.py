@@ -25,7 +25,7 @@ def engine(
     max_tokens_per_step: int = 2048,
     max_model_len: int | None = None,
     prefix_caching: bool = True,
-    kernels: Annotated[str, typer.Option(help="auto, or torch: the definitions, uncompiled.")] = "auto",
+    kernels: Annotated[str, typer.Option(help="auto, triton, or torch: the definitions, uncompiled.")] = "auto",
     deterministic: Annotated[bool, typer.Option(help="Bitwise the same in any batch, or an error.")] = False,
     quantization: str | None = None,
     seed: int = 0,

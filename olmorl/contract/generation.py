@@ -13,7 +13,7 @@ import numpy as np
 from olmorl.contract.weights import TensorSpec
 
 FinishReason = Literal["stop", "length", "abort"]
-Kernels = Literal["auto", "torch"]
+Kernels = Literal["auto", "torch", "triton"]
 VersionSpan = tuple[int, int, int]  # policy version, first token, one past the last
 KvEvent = tuple[int, int, Literal["prefill", "swap", "recompute"]]  # position, policy version, what happened
 
@@ -168,7 +168,8 @@ class EngineConfig:
     """None is all that this engine offers, here and below; another value is refused by name"""
     speculative: str | None = None
     kernels: Kernels = "auto"
-    """"torch" keeps to the definitions in torch where compiled kernels would be faster"""
+    """"auto": compiled ones on a CPU in float32, Triton on CUDA; "torch" keeps to the definitions in torch; "triton" needs
+    CUDA or, to try the kernels on a CPU, TRITON_INTERPRET=1 before the start"""
     deterministic: bool = False
     """bitwise the same tokens and logprobs for a request in any batch; free where kernels are compiled (float32
     on a CPU), refused elsewhere"""
