@@ -220,10 +220,15 @@ def _attend(
     acc = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
     keys_at = keys + kv_head.to(tl.int64) * key_head
     values_at = values + kv_head.to(tl.int64) * value_head
+    table_at = table + row * table_step
+    n = first * TILE + tl.arange(0, TILE)
+    following = tl.load(table_at + n // BLOCK_SIZE, mask=(n >= begin) & (n < end), other=0)
     for index in range(first, last):
         n = index * TILE + tl.arange(0, TILE)
         there = (n >= begin) & (n < end)
-        block = tl.load(table + row * table_step + n // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
+        block = following.to(tl.int64)
+        # Carried from turn to turn: in the same turn the keys would wait for it, and could not be fetched ahead.
+        following = tl.load(table_at + (n + TILE) // BLOCK_SIZE, mask=n + TILE < end, other=0)
         key_rows = block * key_block + (n % BLOCK_SIZE) * key_slot
         k_DN = tl.load(
             keys_at + key_rows[None, :] + d[:, None] * key_dim, mask=there[None, :] & in_head[:, None], other=0.0

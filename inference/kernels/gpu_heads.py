@@ -141,6 +141,41 @@ def _heads(
 
 
 @triton.jit
+def _turn_queries(
+    at, norm, cos, sin, eps,
+    NUM: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, PADDED_HALF: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    low, high, offset, there = _heads(at, norm, cos, sin, eps, NUM, HEADS, HALF, PADDED_HALF, NORM)
+    tl.store(at + offset, low.to(at.dtype.element_ty), mask=there)
+    tl.store(at + offset + HALF, high.to(at.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _store_keys(
+    at, norm, cos, sin, eps, wanted, key_at, key_head, key_dim,
+    NUM: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, PADDED_HALF: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    low, high, _, there = _heads(at, norm, cos, sin, eps, NUM, HEADS, HALF, PADDED_HALF, NORM)
+    h = tl.arange(0, HEADS).to(tl.int64)
+    f = tl.arange(0, PADDED_HALF)
+    key_at = key_at + h[:, None] * key_head
+    tl.store(key_at + f[None, :] * key_dim, low.to(at.dtype.element_ty), mask=there & wanted)
+    tl.store(key_at + (f[None, :] + HALF) * key_dim, high.to(at.dtype.element_ty), mask=there & wanted)
+
+
+@triton.jit
+def _store_values(
+    at, wanted, value_at, value_head,
+    NUM: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, PADDED_HALF: tl.constexpr,
+):  # fmt: skip
+    h = tl.arange(0, HEADS)
+    d = tl.arange(0, 2 * PADDED_HALF)
+    there = (h < NUM)[:, None] & (d < 2 * HALF)[None, :] & wanted
+    value = tl.load(at + h[:, None] * (2 * HALF) + d[None, :], mask=there)
+    tl.store(value_at + h.to(tl.int64)[:, None] * value_head + d[None, :], value, mask=there)
+
+
+@triton.jit
 def _norm_rope_store(
     qkv,
     q_norm,
@@ -174,23 +209,17 @@ def _norm_rope_store(
     f = tl.arange(0, PADDED_HALF)
     cos = tl.load(rope + position * HALF + f, mask=f < HALF, other=0.0)
     sin = tl.load(rope + sines + position * HALF + f, mask=f < HALF, other=0.0)
-    dtype = qkv.dtype.element_ty
     at = qkv + token * qkv_step
     if tl.program_id(1) == 0:
-        low, high, offset, there = _heads(at, q_norm, cos, sin, eps, NUM_HEADS, Q_HEADS, HALF, PADDED_HALF, NORM)
-        tl.store(at + offset, low.to(dtype), mask=there)
-        tl.store(at + offset + HALF, high.to(dtype), mask=there)
+        _turn_queries(at, q_norm, cos, sin, eps, NUM_HEADS, Q_HEADS, HALF, PADDED_HALF, NORM)
     else:
         slot = tl.load(slots + token).to(tl.int64)
         block, place = slot // BLOCK_SIZE, slot % BLOCK_SIZE
-        at = at + NUM_HEADS * 2 * HALF
-        low, high, offset, there = _heads(at, k_norm, cos, sin, eps, NUM_KV, KV_HEADS, HALF, PADDED_HALF, NORM)
-        there = there & (slot >= 0)
-        h = tl.arange(0, KV_HEADS).to(tl.int64)
-        key_at = keys + block * key_block + place * key_slot + h[:, None] * key_head
-        tl.store(key_at + f[None, :] * key_dim, low.to(dtype), mask=there)
-        tl.store(key_at + (f[None, :] + HALF) * key_dim, high.to(dtype), mask=there)
-        at = at + NUM_KV * 2 * HALF
-        value_at = values + block * value_block + place * value_slot + h[:, None] * value_head
-        tl.store(value_at + f[None, :], tl.load(at + offset, mask=there), mask=there)
-        tl.store(value_at + f[None, :] + HALF, tl.load(at + offset + HALF, mask=there), mask=there)
+        _store_keys(
+            at + NUM_HEADS * 2 * HALF, k_norm, cos, sin, eps, slot >= 0,
+            keys + block * key_block + place * key_slot, key_head, key_dim, NUM_KV, KV_HEADS, HALF, PADDED_HALF, NORM,
+        )  # fmt: skip
+        _store_values(
+            at + (NUM_HEADS + NUM_KV) * 2 * HALF, slot >= 0,
+            values + block * value_block + place * value_slot, value_head, NUM_KV, KV_HEADS, HALF, PADDED_HALF,
+        )  # fmt: skip
