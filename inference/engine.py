@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from inference.gpu_sampling import new_gpu_sampler
+from inference.memory_plan import measured_kv_tokens
 from inference.model.load import eos_token_ids, load_decoder, resolve_folder
 from inference.request import Request, Sequence
 from inference.runner import Runner
@@ -76,15 +77,19 @@ class Engine:
     def _new_scheduler(self) -> Scheduler:
         config = self.config
         # The widest window decides for all sliding layers; one that nothing outgrows is no window.
-        window = max((layer.window or 0 for layer in self.decoder.arch.layers), default=0)
+        window: int | None = max((layer.window or 0 for layer in self.decoder.arch.layers), default=0)
+        window = window if window and window < self.max_model_len else None
+        tokens = config.kv_cache_tokens
+        if tokens is None:
+            tokens = measured_kv_tokens(self.decoder, config, window=window)
         scheduler = Scheduler(
-            -(-config.kv_cache_tokens // config.block_size),
+            -(-tokens // config.block_size),
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
             max_tokens_per_step=config.max_tokens_per_step,
             prefix_caching=config.prefix_caching,
             static=config.batching == "static",
-            window=window if 0 < window < self.max_model_len else None,
+            window=window,
         )
         scheduler.cache.version = self.version
         return scheduler
@@ -369,10 +374,12 @@ class Engine:
 def _check_config(config: EngineConfig) -> None:
     for name in ("max_num_seqs", "kv_cache_tokens", "block_size", "max_tokens_per_step", "max_model_len"):
         value, least = getattr(config, name), 2 if name == "max_model_len" else 1
-        if value is None and name == "max_model_len":
+        if value is None and name in ("max_model_len", "kv_cache_tokens"):
             continue
         if not isinstance(value, int) or value < least:
             raise ConfigError(f"{name} is {value!r}; it must be an integer >= {least}")
+    if not 0 < config.gpu_memory_utilization <= 1:
+        raise ConfigError(f"gpu_memory_utilization is {config.gpu_memory_utilization!r}; it must be in (0, 1]")
     if config.batching not in ("continuous", "static"):
         raise ConfigError(f"batching is {config.batching!r}; it must be 'continuous' or 'static'")
     if config.kernels not in get_args(Kernels):

@@ -23,7 +23,7 @@ class PenaltyCounts:
         """by slot: whose tokens its row counts, and how many of them"""
 
     def rows(self, penalized: list[tuple[int, Sequence]], num_rows: int) -> np.ndarray:
-        """[R] int32, the row of counts of each row of a step, -1 without penalty. One more token is expected of each."""
+        """[R] int32: where each row of a step is counted, -1 without penalty. One more token is expected of each."""
         rows_R = np.full(num_rows, -1, np.int32)
         for row, sequence in penalized:
             rows_R[row] = index = self._row(sequence.row)

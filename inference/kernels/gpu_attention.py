@@ -145,7 +145,9 @@ def attention_launches(
 
 
 @triton.jit
-def _tile_range(position, count, split, TILE: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr):
+def _tile_range(
+    position, count, split, TILE: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr
+):
     """First and last tile of keys that a split of a tile of tokens sees, cut at multiples of TILE."""
     end = position + count
     first = 0
@@ -234,9 +236,7 @@ def _attend(
             keys_at + key_rows[None, :] + d[:, None] * key_dim, mask=there[None, :] & in_head[:, None], other=0.0
         )
         value_rows = block * value_block + (n % BLOCK_SIZE) * value_slot
-        v_ND = tl.load(
-            values_at + value_rows[:, None] + d[None, :], mask=there[:, None] & in_head[None, :], other=0.0
-        )
+        v_ND = tl.load(values_at + value_rows[:, None] + d[None, :], mask=there[:, None] & in_head[None, :], other=0.0)
         score = tl.dot(q_MD, k_DN, input_precision="ieee") * scale
         seen = (n[None, :] <= q_position[:, None]) & live[:, None]
         if WINDOW > 0:

@@ -36,9 +36,7 @@ def rms_norm_add(x_TM: torch.Tensor, y_TM: torch.Tensor, weight: torch.Tensor, e
 
 def gated_silu(gate_up_TM: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up, [T, M / 2]"""
-    out_TM = torch.empty(
-        (len(gate_up_TM), gate_up_TM.shape[1] // 2), dtype=gate_up_TM.dtype, device=gate_up_TM.device
-    )
+    out_TM = torch.empty((len(gate_up_TM), gate_up_TM.shape[1] // 2), dtype=gate_up_TM.dtype, device=gate_up_TM.device)
     silu_launch(gate_up_TM, out_TM).run()
     return out_TM
 

@@ -1,4 +1,4 @@
-"""What each Triton kernel becomes on each GPU, without one: `python -m inference.kernels.gpu_report` (make kernels-report).
+"""What each Triton kernel becomes on each GPU, without one: `make kernels-report`.
 
 Compiles every launch that the shapes below make, exactly as the engine specialises them, and reads registers, spills
 and shared memory off the machine code. Bytes are what one call must move at least, for `BATCH` sequences of `CONTEXT`
@@ -124,7 +124,9 @@ def _attention(shape: Shape) -> Iterator[Configuration]:
         ("prefill", CHUNK, 1, 1),
         ("prefill split", CHUNK, 1, SPLITS),
     ):
-        cut = attention_shape(group=group, head_dim=shape.head_dim, dtype=shape.dtype, decode=phase.startswith("decode"))
+        cut = attention_shape(
+            group=group, head_dim=shape.head_dim, dtype=shape.dtype, decode=phase.startswith("decode")
+        )
         per_tile = 1 if phase.startswith("decode") else cut.block_m // group
         step = AttentionStep(_meta(tokens), _meta(-(-tokens // per_tile), 3), _meta(contexts, 512), per_tile)
         out = _meta(tokens, shape.heads * shape.head_dim, dtype=shape.dtype)
@@ -184,7 +186,9 @@ def _sampling(vocabulary: int) -> Iterator[Configuration]:
 
 def main() -> int:
     spilled = 0
-    print(f"{'model':19}{'kernel':34}{'target':8}{'warps':>6}{'stages':>7}{'registers':>10}{'spills':>7}{'shared':>8}{'bytes':>14}")
+    print(
+        f"{'model':19}{'kernel':34}{'target':8}{'warps':>6}{'stages':>7}{'registers':>10}{'spills':>7}{'shared':>8}{'bytes':>14}"
+    )
     for shape in SHAPES:
         for configuration in configurations(shape):
             options = configuration.launch.options

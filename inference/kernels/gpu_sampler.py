@@ -236,7 +236,7 @@ def _merge(
     raw_lse = _log_sum(
         tl.load(field + 2 * chunks, mask=there, other=lowest), tl.load(field + 3 * chunks, mask=there, other=0.0)
     )
-    best, at = tl.max(tl.load(field + 4 * chunks, mask=there, other=lowest), 0, return_indices=True)
+    _, at = tl.max(tl.load(field + 4 * chunks, mask=there, other=lowest), 0, return_indices=True)
     token = tl.load(part_ids + row * chunks + at)
     tl.store(token_ids + row, token.to(tl.int64))
     tl.store(scores + 4 * row, tl.load(parts + row * 7 * chunks + 5 * chunks + at) - lse)

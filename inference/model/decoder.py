@@ -64,18 +64,8 @@ class Decoder:
         self.layers = [self._layer(index, max_model_len) for index in range(len(arch.layers))]
         self.norm = self._tensor("model.norm.weight", arch.hidden_size)
         self.head = self.embedding if arch.tied else self._tensor("lm_head.weight", arch.vocab_size, arch.hidden_size)
-        # Each backend brings its compiler: numba or Triton, and a machine may have one of them only.
-        self.compiled: CompiledDecoder | None = None
-        self.gpu: GpuDecoder | None = None
-        if kernels == "triton" or (kernels == "auto" and device.type == "cuda"):
-            from inference.model.gpu_decoder import GpuDecoder
-
-            self.gpu = GpuDecoder(self)
-        elif kernels == "auto" and device.type == "cpu":
-            from inference.model.compiled_decoder import CompiledDecoder, can_compile
-
-            if can_compile(arch, dtype=dtype, device=device):
-                self.compiled = CompiledDecoder(self, max_model_len=max_model_len, threads=torch.get_num_threads())
+        self.compiled = _compiled(self, max_model_len) if kernels == "auto" else None
+        self.gpu = _gpu(self) if kernels == "triton" or (kernels == "auto" and device.type == "cuda") else None
 
     @property
     def team(self) -> "Team | None":
@@ -181,3 +171,22 @@ class Decoder:
                 for (name, _), view in zip(parts, whole.split(sizes), strict=True):
                     self.tensors[f"{name}.{kind}"] = view
         return weight, bias_tensor
+
+
+# Each backend brings its compiler, numba or Triton, and a machine may have one of them only.
+
+
+def _compiled(decoder: Decoder, max_model_len: int) -> "CompiledDecoder | None":
+    if decoder.device.type != "cpu":
+        return None
+    from inference.model.compiled_decoder import CompiledDecoder, can_compile
+
+    if not can_compile(decoder.arch, dtype=decoder.dtype, device=decoder.device):
+        return None
+    return CompiledDecoder(decoder, max_model_len=max_model_len, threads=torch.get_num_threads())
+
+
+def _gpu(decoder: Decoder) -> "GpuDecoder":
+    from inference.model.gpu_decoder import GpuDecoder
+
+    return GpuDecoder(decoder)

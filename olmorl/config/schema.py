@@ -5,7 +5,7 @@ A field's docstring is its help text. What a section needs beyond its own fields
 
 import math
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -201,7 +201,10 @@ class InferenceSection(Section):
     device: Device = "auto"
     max_num_seqs: int = Field(64, ge=1)
     """samples decoded at once by one worker"""
-    kv_cache_tokens: int = Field(65536, ge=1)
+    kv_cache_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] = 65536
+    """auto: as many as the worker's GPU has room for"""
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
+    """of the whole GPU, what a worker with kv_cache_tokens = "auto" may fill"""
     block_size: int = Field(16, ge=1)
     max_tokens_per_step: int = Field(2048, ge=1)
     prefix_caching: bool = True

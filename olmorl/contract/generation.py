@@ -158,7 +158,10 @@ class EngineConfig:
     dtype: str = "float32"
     device: str = "cpu"
     max_num_seqs: int = 64
-    kv_cache_tokens: int = 65536
+    kv_cache_tokens: int | None = 65536
+    """None: as many as a GPU has room for beside the model and its largest step"""
+    gpu_memory_utilization: float = 0.9
+    """of the whole GPU, the share that an engine with `kv_cache_tokens = None` may fill"""
     block_size: int = 16
     max_tokens_per_step: int = 2048
     max_model_len: int | None = None
@@ -168,8 +171,8 @@ class EngineConfig:
     """None is all that this engine offers, here and below; another value is refused by name"""
     speculative: str | None = None
     kernels: Kernels = "auto"
-    """"auto": compiled ones on a CPU in float32, Triton on CUDA; "torch" keeps to the definitions in torch; "triton" needs
-    CUDA or, to try the kernels on a CPU, TRITON_INTERPRET=1 before the start"""
+    """"auto": compiled ones on a CPU in float32, Triton's on CUDA; "torch" keeps to the definitions in torch; "triton"
+    needs CUDA or, to try the kernels on a CPU, TRITON_INTERPRET=1 before the start"""
     deterministic: bool = False
     """bitwise the same tokens and logprobs for a request in any batch; free where kernels are compiled (float32
     on a CPU), refused elsewhere"""

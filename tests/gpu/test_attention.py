@@ -158,5 +158,3 @@ def test_tiles_cover_each_token_once() -> None:
     tiles = make_tiles(np.cumsum(counts) - counts, counts, 5)
     covered = [(first + i, chunk) for first, count, chunk in tiles.tolist() for i in range(count)]
     assert covered == [(token, chunk) for token, chunk in enumerate(np.repeat(np.arange(4), counts).tolist())]
-
-
