@@ -1,7 +1,7 @@
 """top_k, top_p and min_p as one threshold a row, found without sorting.
 
 A row keeps the tokens above its threshold and, of those that equal it, the ones with the lowest ids. Floats order like
-integers once the sign is seen to, so the threshold is searched for among integers, sixteen at a time: how many tokens,
+integers once the sign is seen to, so the threshold is searched for among integers, eight at a time: how many tokens,
 or how much mass, lies above each.
 
 Twin: `inference.sampler.kept_tokens`.
@@ -15,8 +15,8 @@ import triton.language as tl
 
 from inference.kernels.gpu_launch import Launch
 
-_BLOCK = 1024
-_PIVOTS = 16
+_BLOCK = 2048
+_PIVOTS = 8  # more would leave the registers
 
 
 def truncation_launch(
