@@ -11,8 +11,10 @@ Work = Callable[[], object]
 
 
 def seconds_of(work: Work, device: torch.device, *, budget: float) -> float:
-    """The median over measurements that together take about `budget` seconds, after a warm-up."""
+    """The median over measurements that together take about `budget` seconds (one if 0), after a warm-up."""
     work()
+    if budget == 0:
+        return _elapsed(work, device, 1)
     once = _elapsed(work, device, 1)
     count = max(1, int(budget / _REPEATS / max(once, 1e-6)))
     return statistics.median(_elapsed(work, device, count) for _ in range(_REPEATS)) / count

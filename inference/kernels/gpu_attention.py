@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from inference.kernels.gpu_launch import Launch, run
+from inference.kernels.gpu_launch import Launch, interpreted, run
 
 _KEYS_PER_SPLIT = 256  # at least: a shorter part costs more to merge than it saves
 _MAX_SPLITS = 32
@@ -127,7 +127,7 @@ def attention_launches(
                 q_TX.stride(0), step.table_RW.stride(0), *keys_BKDS.stride(), *values_BKSD.stride()[:3], len(q_TX),
                 head_dim**-0.5 * 1.4426950408889634,
             ),
-            {**common, "BLOCK_M": shape.block_m, "BLOCK_SIZE": block_size},
+            {**common, "BLOCK_M": shape.block_m, "BLOCK_SIZE": block_size, "WIDEN": interpreted()},
             {"num_warps": shape.num_warps, "num_stages": shape.num_stages},
         )
     ]  # fmt: skip
@@ -162,6 +162,15 @@ def _tile_range(
 
 
 @triton.jit
+def _product(a, b, acc, WIDEN: tl.constexpr):
+    """acc + a b in float32. The interpreter would multiply the bits of bfloat16: there it is widened first."""
+    if WIDEN:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
 def _attend(
     q,
     keys,
@@ -192,6 +201,7 @@ def _attend(
     WINDOW: tl.constexpr,
     SPLITS: tl.constexpr,
     TILES_PER_SPLIT: tl.constexpr,
+    WIDEN: tl.constexpr,
 ):
     """`scale` turns products into exponents of two."""
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -237,7 +247,7 @@ def _attend(
         )
         value_rows = block * value_block + (n % BLOCK_SIZE) * value_slot
         v_ND = tl.load(values_at + value_rows[:, None] + d[None, :], mask=there[:, None] & in_head[None, :], other=0.0)
-        score = tl.dot(q_MD, k_DN, input_precision="ieee") * scale
+        score = _product(q_MD, k_DN, tl.zeros([BLOCK_M, TILE], tl.float32), WIDEN) * scale
         seen = (n[None, :] <= q_position[:, None]) & live[:, None]
         if WINDOW > 0:
             seen = seen & (n[None, :] > q_position[:, None] - WINDOW)
@@ -247,7 +257,7 @@ def _attend(
         weight = tl.exp2(score - finite[:, None])
         fade = tl.exp2(top - finite)
         total = total * fade + tl.sum(weight, 1)
-        acc = tl.dot(weight.to(v_ND.dtype), v_ND, acc * fade[:, None], input_precision="ieee")
+        acc = _product(weight.to(v_ND.dtype), v_ND, acc * fade[:, None], WIDEN)
         top = higher
 
     stored = live[:, None] & in_head[None, :]

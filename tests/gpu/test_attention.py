@@ -14,7 +14,7 @@ from inference.model.attention import attend as attend_torch
 from inference.model.gpu_decoder import make_tiles
 
 LAYOUTS = [(9, 3), (32, 8), (14, 2), (16, 16)]
-PREFILL = ((0, 23), (15, 2), (16, 1), (0, 1), (280, 37))
+PREFILL = ((0, 23), (15, 2), (16, 1), (0, 1), (140, 9))
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # heads, head size, dtype, window, splits, prefill, norm: each value of each column, no two rows alike
 SLICE = [
@@ -73,12 +73,20 @@ def run_kernels(
 
 
 def assert_equals_torch(world: Any, found: tuple[torch.Tensor, ...]) -> None:
-    keys, values = world.pools()
+    """Torch weighs what it must not see with 0, and so meets zeros where the kernels' pool is NaN."""
+    slots_T = torch.from_numpy(world.batch.slots_T).to(world.device)
+    before = world.pools()
+    keys, values = (part.nan_to_num() for part in before)
     expected = attend_torch(world.qkv_TX.clone(), world.layer, keys, values, world.batch)
     tolerance = world.case.tolerance
     torch.testing.assert_close(found[0][: len(expected)], expected, atol=tolerance, rtol=tolerance)
     # The whole pool: what the step did not write is NaN still, or what it was.
-    for ours, theirs in zip(found[1:], (keys, values), strict=True):
+    size = world.case.block_size
+    written = torch.zeros(len(keys), size, dtype=torch.bool, device=world.device)
+    written[slots_T // size, slots_T % size] = True
+    masks = written[:, None, None, :], written[:, None, :, None]
+    for ours, theirs, old, mask in zip(found[1:], (keys, values), before, masks, strict=True):
+        theirs = torch.where(mask, theirs, old)
         torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=tolerance, equal_nan=True)
         assert ours[:2].isnan().all() and ours[-2:].isnan().all()
 
@@ -142,7 +150,11 @@ def test_without_split_a_token_is_bitwise_the_same_in_any_step(make_case: Any, m
     for pool, ours in zip(alone.pool, (keys.transpose(2, 3), values), strict=True):
         for block in range(first, 7):
             pool[tables[1][0, block]] = ours[tables[0][0, block]]
-    assert torch.equal(run_kernels(alone, 1, shape)[0][0], together[-1])
+    found = run_kernels(alone, 1, shape)[0][0]
+    if found.is_cuda:
+        assert torch.equal(found, together[-1])
+    else:  # the interpreter's products are numpy's, whose rounding depends on the row
+        torch.testing.assert_close(found, together[-1], atol=2e-7, rtol=1e-6)
 
 
 def test_splits_follow_the_shape_of_the_batch_alone() -> None:
