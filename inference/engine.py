@@ -1,10 +1,14 @@
 """The loop of the engine as a library: schedule, run, sample, stop, once for each `step()`.
 
+With `overlap` a step is launched before the tokens of the last one are read (`inference.flight`). Whatever looks at
+sequences from outside, or changes weights, first waits for what is in flight.
+
 Single-threaded on purpose: whatever happens between two steps (weights, scores, aborts) is a plain method call, so a
 torn weight or a half-built batch cannot exist.
 """
 
 import time
+from collections import deque
 from collections.abc import Sequence as Items
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +16,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from inference.flight import Flight
 from inference.model.load import eos_token_ids, load_decoder, resolve_folder
 from inference.request import Request, Sequence
 from inference.runner import Runner
@@ -20,7 +25,7 @@ from inference.scheduler import Scheduler, StepPlan
 from inference.staged_update import StagedUpdate, model_checksum, stage_tensors
 from inference.stats import CostModel, StatsClock
 from inference.step_batch import BlockTable
-from inference.stopping import StopMatcher, finish_reason
+from inference.stopping import StopMatcher
 from inference.tokenizer import Tokenizer
 from olmorl.contract.errors import ConfigError, WeightUpdateError
 from olmorl.contract.generation import EngineConfig, SamplingParams
@@ -64,6 +69,12 @@ class Engine:
         self.sampling = SamplingTable(config.max_num_seqs)
         self.requests: dict[str, Request] = {}
         self.num_arrived = 0
+        on_gpu = self.decoder.device.type == "cuda"
+        self._depth = int(on_gpu if config.overlap is None else config.overlap)
+        """steps that may be in flight when `step` returns"""
+        self._flights: deque[Flight] = deque()
+        self._finished: list[Sequence] = []
+        """for the next `step` to return"""
         self.clock = StatsClock()
         self._costs = CostModel(
             self.decoder.arch,
@@ -153,6 +164,7 @@ class Engine:
 
     def abort(self, request_id: str) -> list[Sequence]:
         """The samples of the request that were not finished, with what they had. Empty for an unknown id."""
+        self._land(0)
         request = self.requests.get(request_id)
         if request is None:
             return []
@@ -164,41 +176,55 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        return bool(self.requests)
+        return bool(self.requests or self._finished)
 
     # One step
 
     def step(self) -> list[Sequence]:
-        """Compute and draw once; the samples that finished by it."""
-        if not self.scheduler.has_work:
-            return []
-        started = time.perf_counter()
-        plan = self.scheduler.schedule()
-        finished = self._give_up(plan)
-        self.table.update(entered=plan.entered, grown=plan.grown)
-        for sequence in plan.entered:
-            self.sampling.set(sequence)
-        self.runner.copy_blocks(plan.copies, plan.window_copies)
-        if plan.chunks or plan.starts:
-            finished += self._compute(plan)
-        self._retire(finished)
-        self.clock.totals.busy_seconds += time.perf_counter() - started
+        """Compute and draw once; the samples that are known to have finished since the last step."""
+        if self.scheduler.has_work:
+            started = time.perf_counter()
+            plan = self.scheduler.schedule()
+            self.table.update(entered=plan.entered, grown=plan.grown)
+            for sequence in plan.entered:
+                self.sampling.set(sequence)
+            self.runner.copy_blocks(plan.copies, plan.window_copies)
+            drew = self._launch(plan) if plan.chunks or plan.starts else False
+            self._land(self._depth if drew else 0)
+            self._give_up(plan.outgrown)
+            if not self.scheduler.has_work:
+                self._land(0)  # nobody waits for these, all have stopped
+            self.clock.totals.busy_seconds += time.perf_counter() - started
+        finished, self._finished = self._finished, []
         return finished
 
-    def _give_up(self, plan: StepPlan) -> list[Sequence]:
-        for sequence in plan.outgrown:
+    def _land(self, depth: int) -> None:
+        """Read what was drawn until no more than `depth` steps are in flight."""
+        while len(self._flights) > depth:
+            landed = self._flights.popleft().land()
+            self.clock.totals.output_tokens += landed.num_tokens
+            self.clock.totals.slot_steps_used -= landed.num_wasted
+            self._finished += landed.finished
+            self._retire(landed.finished)
+
+    def _give_up(self, outgrown: list[Sequence]) -> None:
+        given_up = [sequence for sequence in outgrown if sequence.finish_reason is None]
+        for sequence in given_up:
             sequence.finish_reason = "abort"
             sequence.error = (
                 f"{sequence.num_tokens} tokens outgrew the KV pool alone; raise kv_cache_tokens or lower max_tokens"
             )
-        return list(plan.outgrown)
+        self._finished += given_up
+        self._retire(given_up)
 
-    def _compute(self, plan: StepPlan) -> list[Sequence]:
+    def _launch(self, plan: StepPlan) -> bool:
+        """Compute and draw; whether any token was drawn."""
         hidden = None
+        drawn_ids = self._flights[-1].token_ids_R if self._flights else None
         self._count(plan)
         if plan.chunks:
             batch = self.table.batch(plan.chunks)
-            hidden = self.runner.run(batch)
+            hidden = self.runner.run(batch, drawn_ids)
             flops, num_bytes = self._costs.step(batch)
             self.clock.totals.flops += flops
             self.clock.totals.bytes += num_bytes
@@ -207,7 +233,10 @@ class Engine:
         drawing, logits = self._logits(plan, hidden)
         for sequence, count in plan.chunks:
             self.scheduler.computed(sequence, count)
-        return self._draw(drawing, logits) if drawing else []
+        if drawing:
+            sampled = sample(logits, self.sampling.batch(drawing, drawn_ids), self.decoder.team)
+            self._flights.append(Flight(drawing, sampled, self.version))
+        return bool(drawing)
 
     def _logits(self, plan: StepPlan, hidden: torch.Tensor | None) -> tuple[list[Sequence], torch.Tensor]:
         """The sequences that draw a token in this step, and a row of logits for each."""
@@ -216,7 +245,7 @@ class Engine:
         end = 0
         for sequence, count in plan.chunks:
             end += count
-            if sequence.num_computed + count == len(sequence.token_ids):
+            if sequence.num_computed + count == sequence.num_tokens:
                 drawing.append(sequence)
                 last_tokens.append(end - 1)
         if not drawing and not plan.starts:
@@ -225,44 +254,9 @@ class Engine:
         prompts += [s.request.shared_prompt for s in drawing if s.request.shared_prompt is not None]
         for prompt in prompts:
             if prompt.hidden is None and hidden is not None and prompt.leader in drawing:
-                prompt.hidden = hidden[last_tokens[drawing.index(prompt.leader)]]
+                prompt.hidden = hidden[last_tokens[drawing.index(prompt.leader)]].clone()
         kept = [prompt.hidden for _, prompt in plan.starts]
         return drawing + [sequence for sequence, _ in plan.starts], self.runner.logits(hidden, last_tokens, kept)
-
-    def _draw(self, drawing: list[Sequence], logits: torch.Tensor) -> list[Sequence]:
-        sampled = sample(logits, self.sampling.batch(drawing), self.decoder.team)
-        broken = sampled.broken_R
-        any_broken = bool(broken.any())
-        now = time.time()
-        finished = []
-        version = self.version
-        rows = zip(
-            drawing,
-            sampled.token_ids_R.tolist(),
-            sampled.logprobs_R.tolist(),
-            sampled.raw_logprobs_R.tolist(),
-            strict=True,
-        )
-        for row, (sequence, token, logprob, raw) in enumerate(rows):
-            if any_broken and broken[row]:
-                sequence.finish_reason = "abort"
-                sequence.error = f"the logits of output token {sequence.num_output} are not finite"
-                finished.append(sequence)
-                continue
-            if not sequence.logprobs:
-                sequence.t_first_token = now
-            if not sequence.span_starts or sequence.span_starts[-1][0] != version:
-                sequence.span_starts.append((version, len(sequence.logprobs)))
-            sequence.token_ids.append(token)
-            sequence.logprobs.append(logprob)
-            sequence.raw_logprobs.append(raw)
-            if row in sampled.top:
-                sequence.top_logprobs.append(sampled.top[row])
-            sequence.finish_reason = finish_reason(sequence)
-            if sequence.finish_reason is not None:
-                finished.append(sequence)
-        self.clock.totals.output_tokens += len(drawing) - int(broken.sum())
-        return finished
 
     def _record_prompt_logprobs(self, plan: StepPlan, hidden: torch.Tensor) -> None:
         start = 0
@@ -301,7 +295,7 @@ class Engine:
         totals.preemptions += plan.num_preempted
         prefill = 0
         for sequence, count in plan.chunks:
-            if not sequence.logprobs:
+            if sequence.num_tokens == sequence.num_prompt:
                 prefill += count
             elif (missing := sequence.num_tokens - sequence.num_computed) > 1:
                 totals.recomputed_tokens += min(count, missing - 1)
@@ -326,6 +320,7 @@ class Engine:
             raise ValueError(f"kv is {kv!r}; it must be 'keep' or 'recompute'")
         self.check_version(version)
         started = time.perf_counter()
+        self._land(0)
         for name, tensor in self.decoder.tensors.items():
             tensor.copy_(staged.tensors[name])
         self.version = version

@@ -11,6 +11,7 @@ import torch
 from inference.logprobs import token_logprobs
 from inference.model.decoder import Decoder
 from inference.model.kv_pools import KVPools
+from inference.model.step_tensors import moved, on_device
 from inference.step_batch import StepBatch, dense_batch
 
 _LOGIT_ROWS = 256  # logits made at once when all positions are wanted: bounds memory, not results
@@ -28,8 +29,13 @@ class Runner:
         self.pools.copy_blocks(copies, window_copies)
 
     @torch.inference_mode()
-    def run(self, batch: StepBatch) -> torch.Tensor:
-        """Hidden states of the step's tokens; their KV is in the pool."""
+    def run(self, batch: StepBatch, drawn_ids: torch.Tensor | None = None) -> torch.Tensor:
+        """Hidden states of the step's tokens; their KV is in the pool. `drawn_ids`: of the last draw, on the device."""
+        batch = moved(batch, self.decoder.device)
+        if batch.unread_2U is not None:
+            assert batch.tensors is not None and drawn_ids is not None
+            places_U, drawn_U = on_device(batch.unread_2U, self.decoder.device)
+            batch.tensors.token_ids_T[places_U] = drawn_ids[drawn_U]  # in the host's array too, on a CPU
         return self.decoder.forward(batch, self.pools)
 
     @torch.inference_mode()
@@ -39,7 +45,7 @@ class Runner:
         if hidden_TM is None or not rows:
             return self.decoder.logits(kept[0])
         if rows != list(range(len(hidden_TM))):
-            hidden_TM = hidden_TM[torch.tensor(rows, device=hidden_TM.device)]
+            hidden_TM = hidden_TM[on_device(np.array(rows, np.int64), hidden_TM.device)]
         return self.decoder.logits(torch.cat([hidden_TM, *kept]) if kept else hidden_TM)
 
     @torch.inference_mode()

@@ -20,6 +20,7 @@ from inference.model.compiled_decoder import CompiledDecoder, can_compile
 from inference.model.kv_pools import KVPools
 from inference.model.layers import gated_silu, linear, rms_norm, rope_table
 from inference.model.rope import Rope
+from inference.model.step_tensors import moved
 from inference.step_batch import StepBatch
 from olmorl.contract.generation import Kernels
 from olmorl.contract.weights import TensorSpec
@@ -88,8 +89,10 @@ class Decoder:
     def forward_torch(self, batch: StepBatch, pools: KVPools) -> torch.Tensor:
         arch, eps = self.arch, self.arch.norm_eps
         pre = arch.norms == "pre"
+        batch = moved(batch, self.device)
         windowed = batch.windowed or batch
-        x_TM = F.embedding(torch.from_numpy(batch.token_ids_T).to(self.device), self.embedding)
+        assert batch.tensors is not None
+        x_TM = F.embedding(batch.tensors.token_ids_T, self.embedding)
         for index, layer in enumerate(self.layers):
             y_TM = rms_norm(x_TM, layer.attention_norm, eps) if pre else x_TM
             qkv_TX = linear(y_TM, layer.qkv, layer.qkv_bias)

@@ -172,6 +172,8 @@ class EngineConfig:
     deterministic: bool = False
     """bitwise the same tokens and logprobs for a request in any batch; free where kernels are compiled (float32
     on a CPU), refused elsewhere"""
+    overlap: bool | None = None
+    """launch a step before the tokens of the last one are read; None: on a GPU. Outputs are the same"""
     seed: int = 0
     threads: int | None = None
     """torch threads of the process; None leaves torch's own choice"""
