@@ -10,6 +10,7 @@ torn weight or a half-built batch cannot exist.
 import time
 from collections import deque
 from collections.abc import Sequence as Items
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,9 +18,13 @@ import numpy as np
 import torch
 
 from inference.flight import Flight
+from inference.followers import Followers, device_of
+from inference.model.architecture import Architecture, read_architecture
 from inference.model.load import eos_token_ids, load_decoder, resolve_folder
+from inference.model.sharding import check_divisible
+from inference.model.tensor_parallel import ALONE
 from inference.request import Request, Sequence
-from inference.runner import Runner
+from inference.runner import Runner, RunnerConfig
 from inference.sampler import SamplingTable, sample
 from inference.scheduler import Scheduler, StepPlan
 from inference.staged_update import StagedUpdate, model_checksum, stage_tensors
@@ -40,36 +45,48 @@ class Engine:
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         self.folder: Path = resolve_folder(config.model)
-        self.decoder = load_decoder(
-            self.folder,
-            dtype=config.dtype,
-            device=config.device,
-            max_model_len=config.max_model_len,
-            kernels=config.kernels,
-        )
-        if config.deterministic and self.decoder.compiled is None:
-            raise ConfigError(
-                "deterministic needs the compiled kernels: float32 on a CPU, heads of a multiple of 8, kernels 'auto'; "
-                f"this is {config.dtype} on {config.device} with kernels = {config.kernels!r}"
-            )
-        self.max_model_len = config.max_model_len or self.decoder.arch.max_positions
-        self.vocab_size = self.decoder.arch.vocab_size
+        arch = read_architecture(self.folder)
+        check_divisible(arch, config.tensor_parallel_size)
+        self.max_model_len = config.max_model_len or arch.max_positions
+        self.vocab_size = arch.vocab_size
         self.eos_ids = eos_token_ids(self.folder)
         self.tokenizer = Tokenizer(self.folder)
         self.version = initial_version
-        self.scheduler = self._new_scheduler()
-        self.runner = Runner(
-            self.decoder,
+        self.scheduler = self._new_scheduler(arch)
+        on_gpu = torch.device(config.device).type == "cuda"
+        runner_config = RunnerConfig(
             num_blocks=self.scheduler.allocator.num_blocks,
             block_size=config.block_size,
             num_window_blocks=self.scheduler.num_window_blocks,
+            graphs=on_gpu if config.cuda_graphs is None else config.cuda_graphs,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=self.max_model_len,
         )
+        self.followers = Followers(config, runner_config) if config.tensor_parallel_size > 1 else None
+        self.decoder = load_decoder(
+            self.folder,
+            dtype=config.dtype,
+            device=device_of(config, 0),
+            max_model_len=config.max_model_len,
+            kernels=config.kernels,
+            ranks=ALONE if self.followers is None else self.followers.join(),
+        )
+        if config.deterministic and self.decoder.compiled is None:
+            raise ConfigError(
+                "deterministic needs the compiled kernels: float32 on a CPU, heads of a multiple of 8, kernels 'auto', "
+                f"one rank; this is {config.dtype} on {config.device} with kernels = {config.kernels!r} and "
+                f"tensor_parallel_size = {config.tensor_parallel_size}"
+            )
+        if self.followers is None:
+            self.runner = Runner(self.decoder, runner_config)
+        else:
+            self.followers.wait_ready()
+            self.runner = Runner(self.decoder, runner_config, tell=self.followers.tell)
         windowed = self.scheduler.num_window_blocks is not None
         self.table = BlockTable(config.max_num_seqs, block_size=config.block_size, windowed=windowed)
         self.sampling = SamplingTable(config.max_num_seqs)
         self.requests: dict[str, Request] = {}
         self.num_arrived = 0
-        on_gpu = self.decoder.device.type == "cuda"
         self._depth = int(on_gpu if config.overlap is None else config.overlap)
         """steps that may be in flight when `step` returns"""
         self._flights: deque[Flight] = deque()
@@ -77,15 +94,15 @@ class Engine:
         """for the next `step` to return"""
         self.clock = StatsClock()
         self._costs = CostModel(
-            self.decoder.arch,
-            num_parameters=self.decoder.num_parameters,
+            replace(arch, num_kv_heads=self.decoder.local.num_kv_heads * config.tensor_parallel_size),
+            num_parameters=self.decoder.num_resident_parameters,
             element_size=self.decoder.embedding.element_size(),
         )
 
-    def _new_scheduler(self) -> Scheduler:
+    def _new_scheduler(self, arch: Architecture) -> Scheduler:
         config = self.config
         # The widest window decides for all sliding layers; one that nothing outgrows is no window.
-        window = max((layer.window or 0 for layer in self.decoder.arch.layers), default=0)
+        window = max((layer.window or 0 for layer in arch.layers), default=0)
         scheduler = Scheduler(
             -(-config.kv_cache_tokens // config.block_size),
             block_size=config.block_size,
@@ -307,7 +324,14 @@ class Engine:
     def update_weights(self, named: Any, version: int, *, kv: KvPolicy = "keep") -> None:
         """Stage, check and commit an iterable of (name, tensor)."""
         self.check_version(version)
-        self.commit(stage_tensors(named, self.decoder.specs, device=self.decoder.device), version, kv=kv)
+        staged = stage_tensors(named, self.decoder.specs, device=self.decoder.device)
+        self.share(staged)
+        self.commit(staged, version, kv=kv)
+
+    def share(self, staged: StagedUpdate) -> None:
+        """Bring a staged update to the other ranks, before its commit. From any thread, while steps go on."""
+        if self.followers is not None:
+            self.followers.stage(staged.tensors, self.decoder)
 
     def check_version(self, version: int) -> None:
         if version <= self.version:
@@ -321,8 +345,10 @@ class Engine:
         self.check_version(version)
         started = time.perf_counter()
         self._land(0)
+        if self.followers is not None:
+            self.followers.tell("commit")
         for name, tensor in self.decoder.tensors.items():
-            tensor.copy_(staged.tensors[name])
+            tensor.copy_(self.decoder.shards[name].of(staged.tensors[name]))
         self.version = version
         self.scheduler.change_version(version, recompute=kv == "recompute")
         seconds = time.perf_counter() - started
@@ -331,7 +357,9 @@ class Engine:
         return seconds
 
     def weights_checksum(self) -> str:
-        return model_checksum(self.decoder.tensors, self.decoder.specs)
+        if self.followers is not None:
+            self.followers.tell("collect")
+        return model_checksum(self.decoder.whole_tensors(), self.decoder.specs)
 
     def score(self, sequences: Items[np.ndarray]) -> list[np.ndarray]:
         """Raw logprob of each token after the first, given those before it, under the present weights."""
@@ -360,7 +388,8 @@ class Engine:
 
 
 def _check_config(config: EngineConfig) -> None:
-    for name in ("max_num_seqs", "kv_cache_tokens", "block_size", "max_tokens_per_step", "max_model_len"):
+    counts = ("max_num_seqs", "kv_cache_tokens", "block_size", "max_tokens_per_step", "tensor_parallel_size")
+    for name in (*counts, "max_model_len"):
         value, least = getattr(config, name), 2 if name == "max_model_len" else 1
         if value is None and name == "max_model_len":
             continue
@@ -377,3 +406,8 @@ def _check_config(config: EngineConfig) -> None:
         raise ConfigError(f"device is {config.device!r}; it must be 'cpu' or 'cuda'") from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device is 'cuda', but this machine or this build of torch has none")
+    if device.type == "cuda" and config.tensor_parallel_size > torch.cuda.device_count():
+        raise ConfigError(
+            f"tensor_parallel_size is {config.tensor_parallel_size}, but this process sees "
+            f"{torch.cuda.device_count()} GPUs"
+        )

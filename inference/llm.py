@@ -174,8 +174,10 @@ class LLM:
         return [int(token) for token in ids]
 
     def device_peaks(self) -> tuple[float, float, str]:
-        """(FLOP/s, bytes/s, where the figures come from) of what this engine runs on."""
-        return device_peaks(self.engine.decoder.device)
+        """(FLOP/s, bytes/s, where the figures come from) of what this engine runs on, all its devices together."""
+        flops, bandwidth, source = device_peaks(self.engine.decoder.device)
+        size = self.engine.decoder.ranks.size
+        return size * flops, size * bandwidth, source if size == 1 else f"{size} times {source}"
 
     def _add(
         self, prompt: list[int], params: SamplingParams, *, lengths: Items[int] | None = None, priority: int = 0

@@ -38,6 +38,12 @@ class StepBatch:
         """One token of each sequence."""
         return len(self.chunk_ends_C) == len(self.token_ids_T)
 
+    def trimmed(self, block_size: int) -> "StepBatch":
+        """Without the columns of the block tables that no position of this step reaches."""
+        step = self if self.windowed is None else replace(self, windowed=self.windowed.trimmed(block_size))
+        width = int(self.positions_T.max()) // block_size + 1
+        return replace(step, block_table_RW=self.block_table_RW[:, :width])
+
 
 class BlockTable:
     """The block tables of all running sequences as one matrix a pool, rewritten only where they changed."""

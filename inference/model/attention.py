@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from inference.model.architecture import Architecture
 from inference.model.layers import rms_norm, rotate
 from inference.model.step_tensors import tensors_of
+from inference.model.tensor_parallel import ALONE, TensorParallel
 from inference.step_batch import StepBatch
 
 
@@ -56,6 +57,8 @@ class AttentionInput:
     norm_eps: float
     rope_2PF: torch.Tensor
     window: int | None
+    ranks: TensorParallel = ALONE
+    """among which the heads are divided"""
 
 
 def attend(
@@ -102,4 +105,4 @@ def attend(
 def _norm(x_THD: torch.Tensor, weight: torch.Tensor, layer: AttentionInput) -> torch.Tensor:
     if layer.qk_norm == "head":
         return rms_norm(x_THD, weight, layer.norm_eps)
-    return rms_norm(x_THD.flatten(1), weight, layer.norm_eps).view_as(x_THD)
+    return rms_norm(x_THD.flatten(1), weight, layer.norm_eps, layer.ranks).view_as(x_THD)
