@@ -73,9 +73,8 @@ class Engine:
         )
         if config.deterministic and self.decoder.compiled is None:
             raise ConfigError(
-                "deterministic needs the compiled kernels: float32 on a CPU, heads of a multiple of 8, kernels 'auto', "
-                f"one rank; this is {config.dtype} on {config.device} with kernels = {config.kernels!r} and "
-                f"tensor_parallel_size = {config.tensor_parallel_size}"
+                "deterministic needs the compiled kernels: float32 on a CPU, heads of a multiple of 8, kernels 'auto'; "
+                f"this is {config.dtype} on {config.device} with kernels = {config.kernels!r}"
             )
         if self.followers is None:
             self.runner = Runner(self.decoder, runner_config)
@@ -400,6 +399,11 @@ def _check_config(config: EngineConfig) -> None:
     for name in ("quantization", "speculative"):
         if getattr(config, name) is not None:
             raise ConfigError(f"{name} is {getattr(config, name)!r}; this engine offers None alone")
+    if config.deterministic and config.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"deterministic needs the compiled kernels, which compute on one rank; tensor_parallel_size is "
+            f"{config.tensor_parallel_size}"
+        )
     try:
         device = torch.device(config.device)
     except RuntimeError:

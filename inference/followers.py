@@ -155,9 +155,7 @@ def _watch(followers: "weakref.ref[Followers]", rank: int, commands: Connection)
         del owner
 
 
-def _dismiss(
-    commands: list[Connection], weights: list[Connection], processes: "list[subprocess.Popen[bytes]]"
-) -> None:
+def _dismiss(commands: list[Connection], weights: list[Connection], processes: "list[subprocess.Popen[bytes]]") -> None:
     for channel in commands:
         try:
             channel.send(None)

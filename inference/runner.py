@@ -32,7 +32,9 @@ class RunnerConfig:
     max_num_seqs: int = 0
     max_model_len: int = 0
 
+
 Tell = Callable[..., None]
+
 
 class Runner:
     def __init__(self, decoder: Decoder, config: RunnerConfig, *, tell: Tell | None = None) -> None:

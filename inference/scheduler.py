@@ -161,9 +161,7 @@ class Scheduler:
             computed = sequence.num_computed
             count = min(sequence.num_tokens - computed, budget)
             ends = sequence.num_tokens >= sequence.max_tokens  # its last token is in flight
-            if not ends and (
-                self.kv.fits(sequence, computed + count) or self._grow(sequence, computed + count, plan)
-            ):
+            if not ends and (self.kv.fits(sequence, computed + count) or self._grow(sequence, computed + count, plan)):
                 plan.chunks.append((sequence, count))
                 budget -= count
                 if sequence.request.leader is sequence:

@@ -4,8 +4,8 @@ Projections that read the same input are stored as one matrix (query, key and va
 each its Hugging Face name as a view, so that loading, weight updates and checksums never see the fusion, and an
 update in place reaches the fused matrix.
 
-One of several ranks holds its part of each tensor (`shards`, see `inference.model.sharding`); dimensions below are those
-of the whole model unless they are said to be local.
+One of several ranks holds its part of each tensor (`shards`, see `inference.model.sharding`); dimensions below are
+those of the whole model unless they are said to be local.
 
 Suffixes: T tokens, M hidden size, R wanted rows, V vocabulary.
 """
