@@ -1,9 +1,4 @@
-"""Small arrays to a device and back without making either side wait: pinned memory, one copy each way.
-
-On a CPU the same calls, and nothing is copied twice.
-"""
-
-from dataclasses import dataclass
+"""Small arrays to a device as one copy out of pinned memory, for which neither side waits."""
 
 import numpy as np
 import torch
@@ -26,25 +21,3 @@ def to_device(arrays: list[np.ndarray], device: torch.device) -> list[torch.Tens
         (part.view(torch.float32) if array.dtype == np.float32 else part)[: array.size].view(array.shape)
         for part, array in zip(parts, arrays, strict=True)
     ]
-
-
-@dataclass(slots=True)
-class HostCopy:
-    """A copy to the host that is under way; `arrays` waits for this copy and for nothing queued behind it."""
-
-    _tensors: list[torch.Tensor]
-    _done: "torch.cuda.Event | None"
-
-    @classmethod
-    def start(cls, tensors: list[torch.Tensor]) -> "HostCopy":
-        if not tensors[0].is_cuda:
-            return cls(tensors, None)
-        copies = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in tensors]
-        done = torch.cuda.Event()
-        done.record()
-        return cls(copies, done)
-
-    def arrays(self) -> list[np.ndarray]:
-        if self._done is not None:
-            self._done.synchronize()
-        return [tensor.numpy() for tensor in self._tensors]

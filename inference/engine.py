@@ -1,28 +1,39 @@
 """The loop of the engine as a library: schedule, run, sample, stop, once for each `step()`.
 
+With `overlap` a step is launched before the tokens of the last one are read (`inference.flight`). Whatever looks at
+sequences from outside, or changes weights, first waits for what is in flight.
+
 Single-threaded on purpose: whatever happens between two steps (weights, scores, aborts) is a plain method call, so a
 torn weight or a half-built batch cannot exist.
 """
 
 import time
+from collections import deque
 from collections.abc import Sequence as Items
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
 
+from inference.flight import Flight
+from inference.followers import Followers, device_of
 from inference.gpu_sampling import new_gpu_sampler
 from inference.memory_plan import measured_kv_tokens
+from inference.model.architecture import read_architecture
+from inference.model.decoder import Decoder
 from inference.model.load import eos_token_ids, load_decoder, resolve_folder
+from inference.model.sharding import check_divisible
+from inference.model.tensor_parallel import ALONE, TensorParallel
 from inference.request import Request, Sequence
-from inference.runner import Runner
+from inference.runner import Runner, RunnerConfig
 from inference.sampler import SamplingTable, sample
 from inference.scheduler import Scheduler, StepPlan
 from inference.staged_update import StagedUpdate, model_checksum, stage_tensors
 from inference.stats import CostModel, StatsClock
 from inference.step_batch import BlockTable
-from inference.stopping import StopMatcher, finish_reason
+from inference.stopping import StopMatcher
 from inference.tokenizer import Tokenizer
 from olmorl.contract.errors import ConfigError, WeightUpdateError
 from olmorl.contract.generation import EngineConfig, Kernels, SamplingParams
@@ -37,51 +48,81 @@ class Engine:
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         self.folder: Path = resolve_folder(config.model)
-        self.decoder = load_decoder(
-            self.folder,
-            dtype=config.dtype,
-            device=config.device,
-            max_model_len=config.max_model_len,
-            kernels=config.kernels,
+        arch = read_architecture(self.folder)
+        check_divisible(arch, config.tensor_parallel_size)
+        self.max_model_len = config.max_model_len or arch.max_positions
+        self.vocab_size = arch.vocab_size
+        self.eos_ids = eos_token_ids(self.folder)
+        self.tokenizer = Tokenizer(self.folder)
+        self.version = initial_version
+        # The widest window decides for all sliding layers; one that nothing outgrows is no window.
+        window: int | None = max((layer.window or 0 for layer in arch.layers), default=0)
+        window = window if window and window < self.max_model_len else None
+        alone = self._load(ALONE) if config.tensor_parallel_size == 1 else None
+        self.scheduler = self._new_scheduler(self._kv_tokens(alone, window), window)
+        on_gpu = torch.device(config.device).type == "cuda"
+        runner_config = RunnerConfig(
+            num_blocks=self.scheduler.allocator.num_blocks,
+            block_size=config.block_size,
+            num_window_blocks=self.scheduler.num_window_blocks,
+            graphs=on_gpu if config.cuda_graphs is None else config.cuda_graphs,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=self.max_model_len,
         )
+        self.followers = Followers(config, runner_config) if alone is None else None
+        self.decoder = alone or self._load(ALONE if self.followers is None else self.followers.join())
         if config.deterministic and self.decoder.compiled is None:
             raise ConfigError(
                 "deterministic needs the compiled kernels: float32 on a CPU, heads of a multiple of 8, kernels 'auto'; "
                 f"this is {config.dtype} on {config.device} with kernels = {config.kernels!r}"
             )
-        self.max_model_len = config.max_model_len or self.decoder.arch.max_positions
-        self.vocab_size = self.decoder.arch.vocab_size
-        self.eos_ids = eos_token_ids(self.folder)
-        self.tokenizer = Tokenizer(self.folder)
-        self.version = initial_version
-        self.scheduler = self._new_scheduler()
-        self.runner = Runner(
-            self.decoder,
-            num_blocks=self.scheduler.allocator.num_blocks,
-            block_size=config.block_size,
-            num_window_blocks=self.scheduler.num_window_blocks,
-        )
+        if self.followers is None:
+            self.runner = Runner(self.decoder, runner_config)
+        else:
+            self.followers.wait_ready()
+            self.runner = Runner(self.decoder, runner_config, tell=self.followers.tell)
         windowed = self.scheduler.num_window_blocks is not None
         self.table = BlockTable(config.max_num_seqs, block_size=config.block_size, windowed=windowed)
         self.sampling = SamplingTable(config.max_num_seqs)
         self.gpu_sampler = new_gpu_sampler(self.decoder)
         self.requests: dict[str, Request] = {}
         self.num_arrived = 0
+        self._depth = int(on_gpu if config.overlap is None else config.overlap)
+        """steps that may be in flight when `step` returns"""
+        self._flights: deque[Flight] = deque()
+        self._finished: list[Sequence] = []
+        """for the next `step` to return"""
         self.clock = StatsClock()
         self._costs = CostModel(
-            self.decoder.arch,
-            num_parameters=self.decoder.num_parameters,
+            replace(arch, num_kv_heads=self.decoder.local.num_kv_heads * config.tensor_parallel_size),
+            num_parameters=self.decoder.num_resident_parameters,
             element_size=self.decoder.embedding.element_size(),
         )
 
-    def _new_scheduler(self) -> Scheduler:
+    def _load(self, ranks: TensorParallel) -> Decoder:
         config = self.config
-        # The widest window decides for all sliding layers; one that nothing outgrows is no window.
-        window: int | None = max((layer.window or 0 for layer in self.decoder.arch.layers), default=0)
-        window = window if window and window < self.max_model_len else None
-        tokens = config.kv_cache_tokens
-        if tokens is None:
-            tokens = measured_kv_tokens(self.decoder, config, window=window)
+        return load_decoder(
+            self.folder,
+            dtype=config.dtype,
+            device=device_of(config, 0),
+            max_model_len=config.max_model_len,
+            kernels=config.kernels,
+            ranks=ranks,
+        )
+
+    def _kv_tokens(self, alone: Decoder | None, window: int | None) -> int:
+        config = self.config
+        if config.kv_cache_tokens is not None:
+            return config.kv_cache_tokens
+        if alone is None:
+            raise ConfigError(
+                f"kv_cache_tokens is None with tensor_parallel_size = {config.tensor_parallel_size}; give it: memory "
+                "is measured on a single GPU only"
+            )
+        return measured_kv_tokens(alone, config, window=window)
+
+    def _new_scheduler(self, tokens: int, window: int | None) -> Scheduler:
+        config = self.config
         scheduler = Scheduler(
             -(-tokens // config.block_size),
             block_size=config.block_size,
@@ -160,6 +201,7 @@ class Engine:
 
     def abort(self, request_id: str) -> list[Sequence]:
         """The samples of the request that were not finished, with what they had. Empty for an unknown id."""
+        self._land(0)
         request = self.requests.get(request_id)
         if request is None:
             return []
@@ -171,41 +213,55 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        return bool(self.requests)
+        return bool(self.requests or self._finished)
 
     # One step
 
     def step(self) -> list[Sequence]:
-        """Compute and draw once; the samples that finished by it."""
-        if not self.scheduler.has_work:
-            return []
-        started = time.perf_counter()
-        plan = self.scheduler.schedule()
-        finished = self._give_up(plan)
-        self.table.update(entered=plan.entered, grown=plan.grown)
-        for sequence in plan.entered:
-            self.sampling.set(sequence)
-        self.runner.copy_blocks(plan.copies, plan.window_copies)
-        if plan.chunks or plan.starts:
-            finished += self._compute(plan)
-        self._retire(finished)
-        self.clock.totals.busy_seconds += time.perf_counter() - started
+        """Compute and draw once; the samples that are known to have finished since the last step."""
+        if self.scheduler.has_work:
+            started = time.perf_counter()
+            plan = self.scheduler.schedule()
+            self.table.update(entered=plan.entered, grown=plan.grown)
+            for sequence in plan.entered:
+                self.sampling.set(sequence)
+            self.runner.copy_blocks(plan.copies, plan.window_copies)
+            drew = self._launch(plan) if plan.chunks or plan.starts else False
+            self._land(self._depth if drew else 0)
+            self._give_up(plan.outgrown)
+            if not self.scheduler.has_work:
+                self._land(0)  # nobody waits for these, all have stopped
+            self.clock.totals.busy_seconds += time.perf_counter() - started
+        finished, self._finished = self._finished, []
         return finished
 
-    def _give_up(self, plan: StepPlan) -> list[Sequence]:
-        for sequence in plan.outgrown:
+    def _land(self, depth: int) -> None:
+        """Read what was drawn until no more than `depth` steps are in flight."""
+        while len(self._flights) > depth:
+            landed = self._flights.popleft().land()
+            self.clock.totals.output_tokens += landed.num_tokens
+            self.clock.totals.slot_steps_used -= landed.num_wasted
+            self._finished += landed.finished
+            self._retire(landed.finished)
+
+    def _give_up(self, outgrown: list[Sequence]) -> None:
+        given_up = [sequence for sequence in outgrown if sequence.finish_reason is None]
+        for sequence in given_up:
             sequence.finish_reason = "abort"
             sequence.error = (
                 f"{sequence.num_tokens} tokens outgrew the KV pool alone; raise kv_cache_tokens or lower max_tokens"
             )
-        return list(plan.outgrown)
+        self._finished += given_up
+        self._retire(given_up)
 
-    def _compute(self, plan: StepPlan) -> list[Sequence]:
+    def _launch(self, plan: StepPlan) -> bool:
+        """Compute and draw; whether any token was drawn."""
         hidden = None
+        drawn_ids = self._flights[-1].token_ids_R if self._flights else None
         self._count(plan)
         if plan.chunks:
             batch = self.table.batch(plan.chunks)
-            hidden = self.runner.run(batch)
+            hidden = self.runner.run(batch, drawn_ids)
             flops, num_bytes = self._costs.step(batch)
             self.clock.totals.flops += flops
             self.clock.totals.bytes += num_bytes
@@ -214,7 +270,10 @@ class Engine:
         drawing, logits = self._logits(plan, hidden)
         for sequence, count in plan.chunks:
             self.scheduler.computed(sequence, count)
-        return self._draw(drawing, logits) if drawing else []
+        if drawing:
+            sampled = sample(logits, self.sampling.batch(drawing, drawn_ids), self.decoder.team, self.gpu_sampler)
+            self._flights.append(Flight(drawing, sampled, self.version))
+        return bool(drawing)
 
     def _logits(self, plan: StepPlan, hidden: torch.Tensor | None) -> tuple[list[Sequence], torch.Tensor]:
         """The sequences that draw a token in this step, and a row of logits for each."""
@@ -223,7 +282,7 @@ class Engine:
         end = 0
         for sequence, count in plan.chunks:
             end += count
-            if sequence.num_computed + count == len(sequence.token_ids):
+            if sequence.num_computed + count == sequence.num_tokens:
                 drawing.append(sequence)
                 last_tokens.append(end - 1)
         if not drawing and not plan.starts:
@@ -232,44 +291,9 @@ class Engine:
         prompts += [s.request.shared_prompt for s in drawing if s.request.shared_prompt is not None]
         for prompt in prompts:
             if prompt.hidden is None and hidden is not None and prompt.leader in drawing:
-                prompt.hidden = hidden[last_tokens[drawing.index(prompt.leader)]]
+                prompt.hidden = hidden[last_tokens[drawing.index(prompt.leader)]].clone()
         kept = [prompt.hidden for _, prompt in plan.starts]
         return drawing + [sequence for sequence, _ in plan.starts], self.runner.logits(hidden, last_tokens, kept)
-
-    def _draw(self, drawing: list[Sequence], logits: torch.Tensor) -> list[Sequence]:
-        sampled = sample(logits, self.sampling.batch(drawing), self.decoder.team, self.gpu_sampler)
-        broken = sampled.broken_R
-        any_broken = bool(broken.any())
-        now = time.time()
-        finished = []
-        version = self.version
-        rows = zip(
-            drawing,
-            sampled.token_ids_R.tolist(),
-            sampled.logprobs_R.tolist(),
-            sampled.raw_logprobs_R.tolist(),
-            strict=True,
-        )
-        for row, (sequence, token, logprob, raw) in enumerate(rows):
-            if any_broken and broken[row]:
-                sequence.finish_reason = "abort"
-                sequence.error = f"the logits of output token {sequence.num_output} are not finite"
-                finished.append(sequence)
-                continue
-            if not sequence.logprobs:
-                sequence.t_first_token = now
-            if not sequence.span_starts or sequence.span_starts[-1][0] != version:
-                sequence.span_starts.append((version, len(sequence.logprobs)))
-            sequence.token_ids.append(token)
-            sequence.logprobs.append(logprob)
-            sequence.raw_logprobs.append(raw)
-            if row in sampled.top:
-                sequence.top_logprobs.append(sampled.top[row])
-            sequence.finish_reason = finish_reason(sequence)
-            if sequence.finish_reason is not None:
-                finished.append(sequence)
-        self.clock.totals.output_tokens += len(drawing) - int(broken.sum())
-        return finished
 
     def _record_prompt_logprobs(self, plan: StepPlan, hidden: torch.Tensor) -> None:
         start = 0
@@ -308,7 +332,7 @@ class Engine:
         totals.preemptions += plan.num_preempted
         prefill = 0
         for sequence, count in plan.chunks:
-            if not sequence.logprobs:
+            if sequence.num_tokens == sequence.num_prompt:
                 prefill += count
             elif (missing := sequence.num_tokens - sequence.num_computed) > 1:
                 totals.recomputed_tokens += min(count, missing - 1)
@@ -320,7 +344,14 @@ class Engine:
     def update_weights(self, named: Any, version: int, *, kv: KvPolicy = "keep") -> None:
         """Stage, check and commit an iterable of (name, tensor)."""
         self.check_version(version)
-        self.commit(stage_tensors(named, self.decoder.specs, device=self.decoder.device), version, kv=kv)
+        staged = stage_tensors(named, self.decoder.specs, device=self.decoder.device)
+        self.share(staged)
+        self.commit(staged, version, kv=kv)
+
+    def share(self, staged: StagedUpdate) -> None:
+        """Bring a staged update to the other ranks, before its commit. From any thread, while steps go on."""
+        if self.followers is not None:
+            self.followers.stage(staged.tensors, self.decoder)
 
     def check_version(self, version: int) -> None:
         if version <= self.version:
@@ -333,8 +364,11 @@ class Engine:
             raise ValueError(f"kv is {kv!r}; it must be 'keep' or 'recompute'")
         self.check_version(version)
         started = time.perf_counter()
+        self._land(0)
+        if self.followers is not None:
+            self.followers.tell("commit")
         for name, tensor in self.decoder.tensors.items():
-            tensor.copy_(staged.tensors[name])
+            tensor.copy_(self.decoder.shards[name].of(staged.tensors[name]))
         self.version = version
         self.scheduler.change_version(version, recompute=kv == "recompute")
         seconds = time.perf_counter() - started
@@ -343,7 +377,9 @@ class Engine:
         return seconds
 
     def weights_checksum(self) -> str:
-        return model_checksum(self.decoder.tensors, self.decoder.specs)
+        if self.followers is not None:
+            self.followers.tell("collect")
+        return model_checksum(self.decoder.whole_tensors(), self.decoder.specs)
 
     def score(self, sequences: Items[np.ndarray]) -> list[np.ndarray]:
         """Raw logprob of each token after the first, given those before it, under the present weights."""
@@ -372,7 +408,8 @@ class Engine:
 
 
 def _check_config(config: EngineConfig) -> None:
-    for name in ("max_num_seqs", "kv_cache_tokens", "block_size", "max_tokens_per_step", "max_model_len"):
+    counts = ("max_num_seqs", "kv_cache_tokens", "block_size", "max_tokens_per_step", "tensor_parallel_size")
+    for name in (*counts, "max_model_len"):
         value, least = getattr(config, name), 2 if name == "max_model_len" else 1
         if value is None and name in ("max_model_len", "kv_cache_tokens"):
             continue
@@ -387,9 +424,19 @@ def _check_config(config: EngineConfig) -> None:
     for name in ("quantization", "speculative"):
         if getattr(config, name) is not None:
             raise ConfigError(f"{name} is {getattr(config, name)!r}; this engine offers None alone")
+    if config.deterministic and config.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"deterministic needs the compiled kernels, which compute on one rank; tensor_parallel_size is "
+            f"{config.tensor_parallel_size}"
+        )
     try:
         device = torch.device(config.device)
     except RuntimeError:
         raise ConfigError(f"device is {config.device!r}; it must be 'cpu' or 'cuda'") from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device is 'cuda', but this machine or this build of torch has none")
+    if device.type == "cuda" and config.tensor_parallel_size > torch.cuda.device_count():
+        raise ConfigError(
+            f"tensor_parallel_size is {config.tensor_parallel_size}, but this process sees "
+            f"{torch.cuda.device_count()} GPUs"
+        )

@@ -1,4 +1,4 @@
-"""Sampling on the device the logits are on: the rules of a step go there in one copy, the tokens come back in one.
+"""Sampling on the device the logits are on: the rules of a step go there in one copy, the tokens stay.
 
 Twin: `inference.sampler.sample_torch`.
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from inference.device_copy import HostCopy, to_device
+from inference.device_copy import to_device
 from inference.logprobs import likeliest
 from inference.model.decoder import Decoder
 from inference.penalty_counts import IN_PROMPT, PenaltyCounts
@@ -34,22 +34,19 @@ class GpuSampler:
 
     @torch.inference_mode()
     def sample(self, logits_RV: torch.Tensor, batch: SamplingBatch) -> Sampled:
-        """`logits_RV` is float32 and left as it is."""
-        draw, final = self.draw(logits_RV, batch)
-        token_ids_R, scores_R4 = HostCopy.start([draw.token_ids_R, draw.scores_R4]).arrays()
+        """`logits_RV` is float32 and left as it is. Waits for nothing."""
+        draw, final = self._draw(logits_RV, batch)
+        scores_R4 = draw.scores_R4
         return Sampled(
-            token_ids_R,
+            draw.token_ids_R,
             scores_R4[:, 0],
             scores_R4[:, 1],
-            ~np.isfinite(scores_R4[:, 2:]).all(axis=1),
-            {row: likeliest(final[row], float(scores_R4[row, 2]), k) for row, k in batch.num_top_R},
+            ~scores_R4[:, 2:].isfinite().all(1),
+            {row: likeliest(final[row], scores_R4[row, 2], k) for row, k in batch.num_top_R},
         )
 
-    def draw(self, logits_RV: torch.Tensor, batch: SamplingBatch) -> "tuple[Draw, dict[int, torch.Tensor]]":
-        """Without a wait: what was drawn, on the device, and the final logits of rows that want their likeliest tokens.
-
-        What is drawn under a penalty is counted; the counts follow `Sequence.token_ids` again if it was not appended.
-        """
+    def _draw(self, logits_RV: torch.Tensor, batch: SamplingBatch) -> "tuple[Draw, dict[int, torch.Tensor]]":
+        """What was drawn, and the final logits of rows that want their likeliest tokens."""
         from inference.kernels.gpu_launch import run
         from inference.kernels.gpu_sampler import Draw, draw_launches, process_launch
         from inference.kernels.gpu_truncation import truncation_launch
@@ -70,7 +67,7 @@ class GpuSampler:
                 np.where(limited_R, batch.top_p_R, 1).astype(np.float32),
                 np.where(limited_R, batch.min_p_R, 0).astype(np.float32),
                 penalties_R3,
-                self._counts.rows(batch.penalized, rows),
+                self._counts.rows(batch.penalized, rows, batch.drawn_ids),
                 _padded_ids(batch.masked, rows),
             ],
             self._device,

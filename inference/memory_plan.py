@@ -34,7 +34,7 @@ def measured_kv_tokens(decoder: Decoder, config: EngineConfig, *, window: int | 
     others = total - free - torch.cuda.memory_reserved(device)
     room = int(total * config.gpu_memory_utilization) - others - peak
     blocks = blocks_that_fit(
-        room, decoder.arch, element_size=decoder.embedding.element_size(), config=config, window=window
+        room, decoder.local, element_size=decoder.embedding.element_size(), config=config, window=window
     )
     if blocks < 1:
         raise ConfigError(
@@ -80,7 +80,7 @@ def largest_step(decoder: Decoder, config: EngineConfig) -> None:
     sequences = [np.zeros(length, np.int64)] * whole + [np.zeros(rest, np.int64)] * (rest > 0)
     batch, blocks = dense_batch(sequences, block_size=config.block_size)
     pools = KVPools(
-        decoder.arch, blocks, None, block_size=config.block_size, dtype=decoder.dtype, device=decoder.device
+        decoder.local, blocks, None, block_size=config.block_size, dtype=decoder.dtype, device=decoder.device
     )
     hidden_TM = decoder.forward(batch, pools)
     rows = config.max_num_seqs

@@ -15,6 +15,7 @@ import torch
 
 from inference import noise
 from inference.logprobs import likeliest, log_sum_exp
+from inference.model.step_tensors import on_device
 from inference.request import Sequence
 from olmorl.contract.generation import SamplingParams
 
@@ -41,6 +42,8 @@ class SamplingBatch:
     """rows that must not draw some ids yet (min_tokens)"""
     num_top_R: list[tuple[int, int]] = field(default_factory=list)
     """rows that want this many likeliest tokens"""
+    drawn_ids: torch.Tensor | None = None
+    """ids of the draw before, on the device: sequences with a token in flight find theirs there"""
 
     @property
     def truncated_R(self) -> np.ndarray:
@@ -68,16 +71,28 @@ class SamplingBatch:
             self.words_R2[rows_S],
             [(place[row], sequence) for row, sequence in self.penalized],
             [(place[row], ids) for row, ids in self.masked],
+            drawn_ids=self.drawn_ids,
         )
 
 
 @dataclass(slots=True)
 class Sampled:
-    token_ids_R: np.ndarray  # int64
-    logprobs_R: np.ndarray  # float32, of the distribution drawn from
-    raw_logprobs_R: np.ndarray  # float32, log-softmax of the untouched logits
-    broken_R: np.ndarray  # bool: logits that are not a distribution (NaN, +inf, nothing left to draw)
-    top: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
+    """Tensors where they were drawn: on the device, or on the host after `to_host`."""
+
+    token_ids_R: torch.Tensor  # int64
+    logprobs_R: torch.Tensor  # float32, of the distribution drawn from
+    raw_logprobs_R: torch.Tensor  # float32, log-softmax of the untouched logits
+    broken_R: torch.Tensor  # bool: logits that are not a distribution (NaN, +inf, nothing left to draw)
+    top: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    """the likeliest ids and their logprobs, for rows that want them"""
+
+    def to_host(self) -> "Sampled":
+        """Starts the copies and does not wait for them; itself on a CPU."""
+        if self.token_ids_R.device.type == "cpu":
+            return self
+        arrays = (self.token_ids_R, self.logprobs_R, self.raw_logprobs_R, self.broken_R)
+        top = {row: (_to_host(ids_K), _to_host(logprobs_K)) for row, (ids_K, logprobs_K) in self.top.items()}
+        return Sampled(*map(_to_host, arrays), top)
 
 
 class SamplingTable:
@@ -101,26 +116,31 @@ class SamplingTable:
         self.keys[row] = noise.sequence_key(sequence.request.noise_key, sequence.sample_index)
         self.special[row] = _has_penalty(params) or params.min_tokens > 0 or params.logprobs > 0
 
-    def batch(self, sequences: list[Sequence]) -> SamplingBatch:
+    def batch(self, sequences: list[Sequence], drawn_ids: torch.Tensor | None = None) -> SamplingBatch:
         rows = np.array([s.row for s in sequences], np.int64)
-        positions = np.array([len(s.token_ids) - s.num_prompt for s in sequences], np.int64)
+        positions = np.array([s.num_tokens - s.num_prompt for s in sequences], np.int64)
         batch = SamplingBatch(
             self.temperatures[rows],
             self.top_k[rows],
             self.top_p[rows],
             self.min_p[rows],
             noise.row_words(self.keys[rows], positions),
+            drawn_ids=drawn_ids,
         )
         for index in np.flatnonzero(self.special[rows]).tolist():
             sequence = sequences[index]
             params = sequence.request.params
             if _has_penalty(params):
                 batch.penalized.append((index, sequence))
-            if sequence.num_output < params.min_tokens and sequence.request.stop_ids:
+            if positions[index] < params.min_tokens and sequence.request.stop_ids:
                 batch.masked.append((index, sorted(sequence.request.stop_ids)))
             if params.logprobs:
                 batch.num_top_R.append((index, params.logprobs))
         return batch
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 def _has_penalty(params: SamplingParams) -> bool:
@@ -147,13 +167,14 @@ def sample(
         drawn.scores_2R[0, rows_S] = ruled.scores_2R[0]
         drawn.scores_2R[1, rows_S] = logits_RV[torch.from_numpy(rows_S), torch.from_numpy(ruled.token_ids_R)].numpy()
     final = {row: final_SV[index] for index, row in enumerate(rows_S.tolist())}
-    logprobs_2R = drawn.scores_2R - drawn.lse_2R
+    token_ids_R, lse_2R = torch.from_numpy(drawn.token_ids_R), torch.from_numpy(drawn.lse_2R)
+    logprobs_2R = torch.from_numpy(drawn.scores_2R) - lse_2R
     top = {}
     for row, k in batch.num_top_R:
         x_V = final.get(row)
         x_V = logits_RV[row] / float(batch.scales_R[row]) if x_V is None else x_V
-        top[row] = likeliest(x_V, float(drawn.lse_2R[0, row]), k)
-    return Sampled(drawn.token_ids_R, logprobs_2R[0], logprobs_2R[1], ~np.isfinite(drawn.lse_2R).all(axis=0), top)
+        top[row] = likeliest(x_V, lse_2R[0, row], k)
+    return Sampled(token_ids_R, logprobs_2R[0], logprobs_2R[1], ~torch.isfinite(lse_2R).all(0), top)
 
 
 def draw_compiled(
@@ -202,9 +223,9 @@ def sample_torch(logits_RV: torch.Tensor, batch: SamplingBatch) -> Sampled:
     scores_RV = final_RV
     greedy_R = batch.temperatures_R == 0
     if not greedy_R.all():
-        noise_RV = noise.gumbel(torch.from_numpy(batch.words_R2).to(logits_RV.device), logits_RV.shape[1])
+        noise_RV = noise.gumbel(on_device(batch.words_R2, logits_RV.device), logits_RV.shape[1])
         if greedy_R.any():
-            noise_RV[torch.from_numpy(greedy_R).to(logits_RV.device)] = 0
+            noise_RV.masked_fill_(on_device(greedy_R, logits_RV.device)[:, None], 0)
         scores_RV = final_RV + noise_RV
     token_R1 = scores_RV.argmax(-1, keepdim=True)
     raw_R = logits_RV.gather(1, token_R1)[:, 0] - raw_lse_R
@@ -214,11 +235,11 @@ def sample_torch(logits_RV: torch.Tensor, batch: SamplingBatch) -> Sampled:
         lse_R = log_sum_exp(final_RV)
         logprobs_R = final_RV.gather(1, token_R1)[:, 0] - lse_R
     return Sampled(
-        token_R1[:, 0].cpu().numpy(),
-        logprobs_R.cpu().numpy(),
-        raw_R.cpu().numpy(),
-        ~(torch.isfinite(raw_lse_R) & torch.isfinite(lse_R)).cpu().numpy(),
-        {row: likeliest(final_RV[row], float(lse_R[row]), k) for row, k in batch.num_top_R},
+        token_R1[:, 0],
+        logprobs_R,
+        raw_R,
+        ~(torch.isfinite(raw_lse_R) & torch.isfinite(lse_R)),
+        {row: likeliest(final_RV[row], lse_R[row], k) for row, k in batch.num_top_R},
     )
 
 
@@ -230,14 +251,18 @@ def process(logits_RV: torch.Tensor, batch: SamplingBatch, team: "Team | None" =
         return logits_RV
     x_RV = logits_RV.clone()
     for row, sequence in batch.penalized:
-        penalize(x_RV[row], sequence.token_ids, sequence.num_prompt, sequence.request.params)
+        history_T = on_device(np.array(sequence.token_ids, np.int64), x_RV.device)
+        if sequence.in_flight:
+            assert batch.drawn_ids is not None
+            history_T = torch.cat([history_T, batch.drawn_ids[sequence.drawn_row, None]])
+        penalize(x_RV[row], history_T, sequence.num_prompt, sequence.request.params)
     for row, ids in batch.masked:
-        x_RV[row, ids] = -torch.inf
+        x_RV[row].index_fill_(0, on_device(np.array(ids, np.int64), x_RV.device), -torch.inf)
     if scaled:
-        x_RV /= torch.from_numpy(scale_R).to(x_RV.device)[:, None]
+        x_RV /= on_device(scale_R, x_RV.device)[:, None]
     if truncated:
         rows_S = np.flatnonzero(truncated_R)
-        index_S = torch.from_numpy(rows_S).to(x_RV.device)
+        index_S = on_device(rows_S, x_RV.device)
         x_SV = x_RV if len(rows_S) == len(x_RV) else x_RV[index_S]
         limits = [a[rows_S] for a in (batch.top_k_R, batch.top_p_R, batch.min_p_R)]
         if team is not None:
@@ -246,23 +271,28 @@ def process(logits_RV: torch.Tensor, batch: SamplingBatch, team: "Team | None" =
 
             team.run(cpu_truncation.truncate, new_signals(1), x_SV.numpy(), *limits)
         else:
-            kept_SV = kept_tokens(x_SV, *(torch.from_numpy(a).to(x_RV.device) for a in limits))
+            kept_SV = kept_tokens(x_SV, *(on_device(a, x_RV.device) for a in limits))
             x_SV.masked_fill_(~kept_SV, -torch.inf)
         if x_SV is not x_RV:
             x_RV[index_S] = x_SV
     return x_RV
 
 
-def penalize(x_V: torch.Tensor, token_ids: list[int], num_prompt: int, params: SamplingParams) -> None:
-    """In place. Repetition counts prompt and output, once a distinct token; the other two count output alone."""
+def penalize(x_V: torch.Tensor, history_T: torch.Tensor, num_prompt: int, params: SamplingParams) -> None:
+    """In place. Repetition counts prompt and output, once a distinct token; the other two count output alone.
+
+    Nothing is read back from the device: the newest token may be known there alone.
+    """
     if params.repetition_penalty != 1:
-        seen = torch.from_numpy(np.unique(token_ids)).to(x_V.device)
-        seen_x = x_V[seen]
-        x_V[seen] = torch.where(seen_x < 0, seen_x * params.repetition_penalty, seen_x / params.repetition_penalty)
-    if len(token_ids) > num_prompt and (params.frequency_penalty or params.presence_penalty):
-        ids, counts = np.unique(token_ids[num_prompt:], return_counts=True)
-        penalty = params.frequency_penalty * counts + params.presence_penalty
-        x_V[torch.from_numpy(ids).to(x_V.device)] -= torch.from_numpy(penalty.astype(np.float32)).to(x_V.device)
+        x_T = x_V[history_T]
+        # A token that comes twice is written twice, with the same value.
+        x_V[history_T] = torch.where(x_T < 0, x_T * params.repetition_penalty, x_T / params.repetition_penalty)
+    output_T = history_T[num_prompt:]
+    if len(output_T) and (params.frequency_penalty or params.presence_penalty):
+        counts_V = torch.zeros(len(x_V), dtype=torch.float64, device=x_V.device)
+        counts_V.index_add_(0, output_T, torch.ones_like(output_T, dtype=torch.float64))
+        counts_T = counts_V[output_T]
+        x_V[output_T] -= (params.frequency_penalty * counts_T + params.presence_penalty).float()
 
 
 def kept_tokens(

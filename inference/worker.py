@@ -52,6 +52,7 @@ class InferenceWorker:
             peak_bandwidth=bandwidth,
             peak_source=source,
             tensors=decoder.specs,
+            devices=decoder.ranks.size,
         )
 
     # Samples
@@ -127,6 +128,7 @@ class InferenceWorker:
     def commit_weights(self, version: int, checksums: dict[str, int], kv: KvPolicy = "keep") -> CommitReport:
         """Serve what was received, from the next step on. WeightUpdateError: the old weights keep serving."""
         received = self._receiver.take(version, checksums)
+        _translated(lambda: self._engine.share(received.update))
         stall_seconds = self._call(lambda: self._commit(received, kv))
         specs = self._engine.decoder.specs
         return CommitReport(
@@ -148,6 +150,8 @@ class InferenceWorker:
         """Answers while the process lives and its engine has not failed."""
         if self._thread.failure is not None:
             raise self._thread.failure
+        if self._engine.followers is not None:
+            self._engine.followers.check()
 
     def weights_checksum(self) -> str:
         """Over the weights in place, not over what was received."""
@@ -156,6 +160,8 @@ class InferenceWorker:
     def shutdown(self) -> None:
         self._thread.close()
         self._receiver.leave()
+        if self._engine.followers is not None:
+            self._engine.followers.close()
 
     def _commit(self, received: ReceivedUpdate, kv: KvPolicy) -> float:
         self._thread.add_stall(self._engine.commit(received.update, received.version, kv=kv))

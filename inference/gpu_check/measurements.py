@@ -94,15 +94,15 @@ def _attention_work(
     q_TX = random(batch, heads * head_dim)
     table = np.random.default_rng(0).permutation(blocks).reshape(batch, -1)
     ones = np.ones(batch, np.int64)
-    positions, tiles, table_RW = to_device(
+    positions_T = torch.full((batch,), context - 1, device=bench.device)
+    tiles, table_RW = to_device(
         [
-            ones * (context - 1),
-            make_tiles(np.arange(batch), ones, 1),
+            make_tiles(np.arange(batch), ones, np.arange(batch), 1),
             np.pad(table, ((0, 0), (0, -table.shape[1] % 16))),
         ],
         bench.device,
     )
-    step = AttentionStep(positions, tiles, table_RW, 1)
+    step = AttentionStep(positions_T, tiles, table_RW, 1)
     shape = attention_shape(group=heads // kv_heads, head_dim=head_dim, dtype=bench.dtype, decode=True)
     return lambda: attend(
         q_TX, keys.transpose(2, 3), values, step, num_heads=heads, window=None, shape=shape, splits=splits
@@ -158,7 +158,7 @@ def _costs(decoder: Decoder) -> CostModel:
 def _decode_work(decoder: Decoder, step: StepBatch, pools: KVPools) -> Work:
     """From tokens on the device to the drawn ids on the device, at addresses that stay."""
     assert decoder.gpu is not None
-    gpu, placed = decoder.gpu, decoder.gpu.place(step, pools.block_size)
+    gpu, placed = decoder.gpu, decoder.gpu.place(step)
     rows = len(step.token_ids_T)
     ones, greedy = torch.ones(rows, device=decoder.device), torch.zeros(rows, dtype=torch.int32, device=decoder.device)
     words = torch.arange(2 * rows, dtype=torch.int32, device=decoder.device).view(rows, 2)

@@ -60,7 +60,9 @@ def random_step(decoder: Decoder, chunks: list[tuple[int, int]]) -> tuple[StepBa
     """`chunks`: tokens already there and tokens to compute; blocks lie in random order over the pool."""
     rng = np.random.default_rng(0)
     counts = [-(-(start + count) // _BLOCK_SIZE) for start, count in chunks]
-    pools = KVPools(decoder.arch, sum(counts), None, block_size=_BLOCK_SIZE, dtype=decoder.dtype, device=decoder.device)
+    pools = KVPools(
+        decoder.local, sum(counts), None, block_size=_BLOCK_SIZE, dtype=decoder.dtype, device=decoder.device
+    )
     generator = torch.Generator(decoder.device).manual_seed(1)
     for part in pools.full.data_LB2KX.view(-1).split(_CHUNK):
         part.normal_(generator=generator)

@@ -37,10 +37,10 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class AttentionStep:
-    """Where the tokens of a step stand, on the device. Tensors are int32."""
+    """Where the tokens of a step stand, on the device. Tensors are int32 but for the positions."""
 
     positions_T: torch.Tensor
-    """-1 is a padded row: it sees nothing, and zeros come out"""
+    """int64; -1 is a padded row: it sees nothing, and zeros come out"""
     tiles_N3: torch.Tensor
     """first token, number of tokens (of one chunk), row of the block table"""
     table_RW: torch.Tensor
@@ -209,7 +209,7 @@ def _attend(
     first_token = tl.load(tiles + 3 * tile).to(tl.int64)
     count = tl.load(tiles + 3 * tile + 1)
     row = tl.load(tiles + 3 * tile + 2).to(tl.int64)
-    position = tl.load(positions + first_token)
+    position = tl.load(positions + first_token).to(tl.int32)
 
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, PADDED_DIM)
@@ -294,7 +294,7 @@ def _merge(
     tile, kv_head, m = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first_token = tl.load(tiles + 3 * tile).to(tl.int64)
     count = tl.load(tiles + 3 * tile + 1)
-    position = tl.load(positions + first_token)
+    position = tl.load(positions + first_token).to(tl.int32)
     num_heads = tl.num_programs(1) * GROUP
     d = tl.arange(0, PADDED_DIM)
     split = tl.arange(0, SPLITS)

@@ -32,7 +32,7 @@ def norm_rope_store(
     qk_norm: str | None,
     eps: float,
 ) -> None:
-    """Queries in place, keys and values to the pool. `positions_T` and `slots_T` are int32."""
+    """Queries in place, keys and values to the pool. `positions_T` and `slots_T` are int64."""
     run(
         [
             heads_launch(

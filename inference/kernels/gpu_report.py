@@ -128,7 +128,9 @@ def _attention(shape: Shape) -> Iterator[Configuration]:
             group=group, head_dim=shape.head_dim, dtype=shape.dtype, decode=phase.startswith("decode")
         )
         per_tile = 1 if phase.startswith("decode") else cut.block_m // group
-        step = AttentionStep(_meta(tokens), _meta(-(-tokens // per_tile), 3), _meta(contexts, 512), per_tile)
+        step = AttentionStep(
+            _meta(tokens, dtype=torch.int64), _meta(-(-tokens // per_tile), 3), _meta(contexts, 512), per_tile
+        )
         out = _meta(tokens, shape.heads * shape.head_dim, dtype=shape.dtype)
         for window in {None, shape.window}:
             seen = min(CONTEXT, window or CONTEXT)
@@ -148,9 +150,10 @@ def _rows(shape: Shape) -> Iterator[Configuration]:
     width = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
     sizes = {None: (None, None), "head": (1, 1), "whole": (shape.heads, shape.kv_heads)}[shape.qk_norm]
     norms = [None if count is None else _meta(count * shape.head_dim, dtype=shape.dtype) for count in sizes]
+    tokens_T = _meta(tokens, dtype=torch.int64)
     rope = _meta(2, 8192, shape.head_dim // 2, dtype=torch.float32)
     heads = heads_launch(
-        _meta(tokens, width, dtype=shape.dtype), *norms, rope, _meta(tokens), _meta(tokens), *_pool(shape),
+        _meta(tokens, width, dtype=shape.dtype), *norms, rope, tokens_T, tokens_T, *_pool(shape),
         num_heads=shape.heads, qk_norm=shape.qk_norm, eps=1e-5,
     )  # fmt: skip
     yield Configuration("norm_rope_store", heads, 2 * tokens * width * element)

@@ -6,7 +6,7 @@ context length, so that a captured step can be replayed while contexts grow.
 
 Twin: `inference.model.decoder.Decoder.forward_torch`.
 
-Suffixes: T tokens, M hidden size, X features, N tiles of tokens, C chunks, R rows of the block table, W its width.
+Suffixes: T tokens, M hidden size, X features, N tiles of tokens, C chunks, R rows of the block table.
 """
 
 from dataclasses import dataclass
@@ -14,27 +14,27 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from inference.device_copy import to_device
 from inference.kernels.gpu_attention import AttentionShape, AttentionStep, attend, attention_shape, num_splits
 from inference.kernels.gpu_heads import norm_rope_store
 from inference.kernels.gpu_launch import interpreted
 from inference.kernels.gpu_norm import add_rms_norm, gated_silu, rms_norm, rms_norm_add
+from inference.model import layers
+from inference.model.attention import AttentionInput
 from inference.model.kv_pools import KVPools
 from inference.model.layers import linear
+from inference.model.step_tensors import moved
 from inference.step_batch import StepBatch
 from olmorl.contract.errors import ConfigError
 
 if TYPE_CHECKING:
     from inference.model.decoder import Decoder, LayerWeights
 
-_ALIGNED = 16  # entries of a block table: its rows lie where Triton may assume 16 bytes
-
 
 @dataclass(frozen=True, slots=True)
 class DeviceStep:
-    """A step on the device, int32. A padded row has position and slot -1 and a tile of its own."""
+    """A step as the kernels read it. A row that only fills up may have position and slot -1: it is left alone."""
 
     token_ids_T: torch.Tensor
     slots_T: torch.Tensor
@@ -58,33 +58,36 @@ class GpuDecoder:
 
     def forward(self, batch: StepBatch, pools: KVPools) -> torch.Tensor:
         """[T, M] after the final norm; keys and values of the step are in `pools`."""
-        return self.forward_on_device(self.place(batch, pools.block_size), pools)
+        return self.forward_on_device(self.place(batch), pools)
 
-    def place(self, batch: StepBatch, block_size: int) -> DeviceStep:
-        """One asynchronous copy for all arrays of a step; of the block tables only the rows and columns in use."""
-        arch, windowed = self._decoder.arch, batch.windowed or batch
+    def place(self, batch: StepBatch) -> DeviceStep:
+        """Looks at the host's arrays only where a chunk has several tokens: what only decodes may be captured."""
+        batch = moved(batch, self._decoder.device)
+        step, window_step = batch.tensors, (batch.windowed or batch).tensors
+        assert step is not None and window_step is not None
+        arch = self._decoder.local
         group = arch.num_heads // arch.num_kv_heads
-        counts_C = np.diff(batch.chunk_ends_C, prepend=0)
-        starts_C = batch.chunk_ends_C - counts_C
         shape = attention_shape(
-            group=group, head_dim=arch.head_dim, dtype=self._decoder.dtype, decode=int(counts_C.max()) * group <= 16
+            group=group, head_dim=arch.head_dim, dtype=self._decoder.dtype, decode=batch.only_decodes
         )
-        tokens_per_tile = min(shape.block_m // group, int(counts_C.max()))
-        tiles_N3 = make_tiles(starts_C, counts_C, tokens_per_tile)
-        width = -(-(int(batch.positions_T.max()) // block_size + 1) // _ALIGNED) * _ALIGNED
-        rows_C = batch.rows_T[starts_C]
-        tables = [_columns(table_RW, rows_C, width) for table_RW in (batch.block_table_RW, windowed.block_table_RW)]
-        parts = to_device(
-            [batch.token_ids_T, batch.positions_T, batch.slots_T, windowed.slots_T, tiles_N3, *tables],
-            self._decoder.device,
-        )
-        token_ids_T, positions_T, slots_T, window_slots_T, tiles, table, window_table = parts
+        tokens_per_tile = 1
+        if batch.only_decodes:
+            rows_T = step.rows_T.to(torch.int32)
+            tiles_N3 = torch.stack(
+                [torch.arange(len(rows_T), dtype=torch.int32, device=rows_T.device), torch.ones_like(rows_T), rows_T], 1
+            )
+        else:
+            counts_C = np.diff(batch.chunk_ends_C, prepend=0)
+            starts_C = batch.chunk_ends_C - counts_C
+            tokens_per_tile = min(shape.block_m // group, int(counts_C.max()))
+            tiles = make_tiles(starts_C, counts_C, batch.rows_T[starts_C], tokens_per_tile)
+            (tiles_N3,) = to_device([tiles], self._decoder.device)
         return DeviceStep(
-            token_ids_T,
-            slots_T,
-            AttentionStep(positions_T, tiles, table, tokens_per_tile),
-            window_slots_T,
-            AttentionStep(positions_T, tiles, window_table, tokens_per_tile),
+            step.token_ids_T,
+            step.slots_T,
+            AttentionStep(step.positions_T, tiles_N3, step.block_table_RW, tokens_per_tile),
+            window_step.slots_T,
+            AttentionStep(step.positions_T, tiles_N3, window_step.block_table_RW, tokens_per_tile),
             shape,
         )
 
@@ -92,7 +95,7 @@ class GpuDecoder:
         """`forward` without a look at the host: what a CUDA graph captures."""
         decoder, eps = self._decoder, self._decoder.arch.norm_eps
         pre = decoder.arch.norms == "pre"
-        x_TM = F.embedding(step.token_ids_T, decoder.embedding)
+        x_TM = decoder.embed(step.token_ids_T)
         y_TM: torch.Tensor | None = None
         for index, layer in enumerate(decoder.layers):
             h_TM = x_TM
@@ -103,7 +106,8 @@ class GpuDecoder:
                 h_TM = add_rms_norm(x_TM, y_TM, layer.mlp_norm, eps)
             else:
                 rms_norm_add(x_TM, y_TM, layer.attention_norm, eps)
-            y_TM = linear(gated_silu(linear(h_TM, layer.gate_up, layer.gate_up_bias)), layer.down, layer.down_bias)
+            y_TM = gated_silu(linear(h_TM, layer.gate_up, layer.gate_up_bias))
+            y_TM = decoder.summed_linear(y_TM, layer.down, layer.down_bias)
             if not pre:
                 rms_norm_add(x_TM, y_TM, layer.mlp_norm, eps)
         return _join(x_TM, y_TM if pre else None, decoder.norm, eps)
@@ -114,19 +118,23 @@ class GpuDecoder:
         heads = layer.attention
         keys_BKDS, values_BKSD = pools.layer(index)
         qkv_TX = linear(h_TM, layer.qkv, layer.qkv_bias)
+        q_norm, k_norm, qk_norm = heads.q_norm, heads.k_norm, heads.qk_norm
+        if qk_norm == "whole" and heads.ranks.size > 1:  # the mean is over all ranks, which a kernel does not reach
+            self._norm_over_ranks(qkv_TX, heads)
+            q_norm = k_norm = qk_norm = None
         sliding = heads.window is not None
         attention = step.window_attention if sliding else step.attention
         norm_rope_store(
             qkv_TX,
-            heads.q_norm,
-            heads.k_norm,
+            q_norm,
+            k_norm,
             heads.rope_2PF,
             attention.positions_T,
             step.window_slots_T if sliding else step.slots_T,
             keys_BKDS,
             values_BKSD,
             num_heads=heads.num_heads,
-            qk_norm=heads.qk_norm,
+            qk_norm=qk_norm,
             eps=heads.norm_eps,
         )
         out_TX = attend(
@@ -144,23 +152,25 @@ class GpuDecoder:
                 window=heads.window,
             ),
         )
-        return linear(out_TX, layer.out, layer.out_bias)
+        return self._decoder.summed_linear(out_TX, layer.out, layer.out_bias)
+
+    @staticmethod
+    def _norm_over_ranks(qkv_TX: torch.Tensor, heads: AttentionInput) -> None:
+        width, kv_width = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
+        for part_TX, weight in zip(
+            qkv_TX.split([width, kv_width, kv_width], 1), (heads.q_norm, heads.k_norm), strict=False
+        ):
+            assert weight is not None
+            part_TX.copy_(layers.rms_norm(part_TX, weight, heads.norm_eps, heads.ranks))
 
 
-def make_tiles(starts_C: np.ndarray, counts_C: np.ndarray, tokens_per_tile: int) -> np.ndarray:
-    """[N, 3]: first token, number of tokens and chunk of each tile of at most `tokens_per_tile` tokens."""
+def make_tiles(starts_C: np.ndarray, counts_C: np.ndarray, rows_C: np.ndarray, tokens_per_tile: int) -> np.ndarray:
+    """[N, 3]: first token, number of tokens and row of the block table of tiles of at most `tokens_per_tile` tokens."""
     tiles_C = -(-counts_C // tokens_per_tile)
     chunk_N = np.repeat(np.arange(len(counts_C)), tiles_C)
     offset_N = (np.arange(len(chunk_N)) - np.repeat(np.cumsum(tiles_C) - tiles_C, tiles_C)) * tokens_per_tile
     count_N = np.minimum(counts_C[chunk_N] - offset_N, tokens_per_tile)
-    return np.stack([starts_C[chunk_N] + offset_N, count_N, chunk_N], axis=1)
-
-
-def _columns(table_RW: np.ndarray, rows_C: np.ndarray, width: int) -> np.ndarray:
-    used_CW = np.zeros((len(rows_C), width), np.int32)
-    part = table_RW[rows_C, :width]
-    used_CW[:, : part.shape[1]] = part
-    return used_CW
+    return np.stack([starts_C[chunk_N] + offset_N, count_N, rows_C[chunk_N]], axis=1)
 
 
 def _join(x_TM: torch.Tensor, y_TM: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:

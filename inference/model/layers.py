@@ -8,14 +8,15 @@ import torch.nn.functional as F
 
 from inference.model.frequencies import rope_frequencies
 from inference.model.rope import Rope
+from inference.model.tensor_parallel import ALONE, TensorParallel
 
 _HEAD_ROWS = 8192  # of the head, widened at once
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Over the last dimension, in float32."""
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, ranks: TensorParallel = ALONE) -> torch.Tensor:
+    """Over the last dimension, in float32; over that of all `ranks` together where each has a part of it."""
     x32 = x.float()
-    normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
+    normed = x32 * torch.rsqrt(ranks.mean(x32.square().mean(-1, keepdim=True)) + eps)
     return weight * normed.to(x.dtype)
 
 

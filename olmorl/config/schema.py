@@ -210,8 +210,14 @@ class InferenceSection(Section):
     prefix_caching: bool = True
     batching: Literal["continuous", "static"] = "continuous"
     """static: the slot of a finished sample stays empty until its whole batch is done; the baseline of comparisons"""
+    tensor_parallel: int = Field(1, ge=1)
+    """devices of one machine that each worker divides its model among"""
+    overlap: bool | None = None
+    """launch a step before the tokens of the last one are read; None: on a GPU"""
+    cuda_graphs: bool | None = None
+    """replay decode steps in place of launching them kernel by kernel; None: on a GPU"""
     threads: int | None = Field(None, ge=1)
-    """torch threads of a worker on CPU; None shares the cores between all workers"""
+    """torch threads of a worker on CPU, of each rank of it; None shares the cores between all"""
 
 
 class LearnerSection(Section):

@@ -176,6 +176,12 @@ class EngineConfig:
     deterministic: bool = False
     """bitwise the same tokens and logprobs for a request in any batch; free where kernels are compiled (float32
     on a CPU), refused elsewhere"""
+    overlap: bool | None = None
+    """launch a step before the tokens of the last one are read; None: on a GPU. Outputs are the same"""
+    cuda_graphs: bool | None = None
+    """replay decode steps; None: on a GPU. True on a CPU keeps to the static buffers and replays by calling"""
+    tensor_parallel_size: int = 1
+    """processes, each with a device of this machine, that the model is divided among"""
     seed: int = 0
     threads: int | None = None
     """torch threads of the process; None leaves torch's own choice"""
@@ -195,5 +201,7 @@ class WorkerInfo:
     peak_source: str
     tensors: tuple[TensorSpec, ...]
     """what a weight update must carry: Hugging Face names, shapes, the dtype on the wire"""
+    devices: int = 1
+    """of an inference worker: over how many its model is divided"""
     attention_tokens: float = float("inf")
     """of a learner: the length at which attention costs a sample as many FLOPs as the weights do"""

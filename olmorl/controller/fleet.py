@@ -30,7 +30,8 @@ class Fleet:
     def engine_peak(self) -> Peak:
         """Of one inference worker; all have the same device."""
         info = self.engine_infos[0]
-        return Peak(flops=info.peak_flops, bandwidth=info.peak_bandwidth)
+        devices = info.devices
+        return Peak(flops=devices * info.peak_flops, bandwidth=devices * info.peak_bandwidth, devices=devices)
 
     async def load(self, folder: Path, *, timeout: float) -> None:
         """Every learner rank takes weights and optimizer from a checkpoint."""
@@ -99,6 +100,9 @@ def _engine_config(config: Config, placement: Placement) -> EngineConfig:
         max_model_len=config.rollout.max_prompt_tokens + config.rollout.max_response_tokens,
         prefix_caching=section.prefix_caching,
         batching=section.batching,
+        overlap=section.overlap,
+        cuda_graphs=section.cuda_graphs,
+        tensor_parallel_size=placement.tensor_parallel,
         seed=config.run.seed,
         threads=placement.inference_threads,
     )

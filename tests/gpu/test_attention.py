@@ -47,18 +47,15 @@ def run_kernels(
         group=group, head_dim=case.head_dim, dtype=case.dtype, decode=counts.max() * group <= 16
     )
     per_tile = min(shape.block_m // group, int(counts.max()))
-    tiles = make_tiles(batch.chunk_ends_C - counts, counts, per_tile)
+    starts = batch.chunk_ends_C - counts
+    tiles = make_tiles(starts, counts, batch.rows_T[starts], per_tile)
     padding = np.array([[len(batch.positions_T) + i, 1, 0] for i in range(pad)], np.int64).reshape(-1, 3)
     nowhere = np.full(pad, -1)
-    positions, slots, tiles_N3, table = to_device(
-        [
-            np.concatenate([batch.positions_T, nowhere]),
-            np.concatenate([batch.slots_T, nowhere]),
-            np.concatenate([tiles, padding]),
-            batch.block_table_RW,
-        ],
-        world.device,
+    positions, slots = (
+        torch.from_numpy(np.concatenate([array, nowhere])).to(world.device)
+        for array in (batch.positions_T, batch.slots_T)
     )
+    tiles_N3, table = to_device([np.concatenate([tiles, padding]), batch.block_table_RW], world.device)
     qkv_TX = torch.cat([world.qkv_TX, torch.full_like(world.qkv_TX[:1], torch.nan).expand(pad, -1)])
     keys, values = world.pools()
     norm_rope_store(
@@ -167,6 +164,6 @@ def test_splits_follow_the_shape_of_the_batch_alone() -> None:
 
 def test_tiles_cover_each_token_once() -> None:
     counts = np.array([1, 5, 16, 7])
-    tiles = make_tiles(np.cumsum(counts) - counts, counts, 5)
+    tiles = make_tiles(np.cumsum(counts) - counts, counts, np.arange(4), 5)
     covered = [(first + i, chunk) for first, count, chunk in tiles.tolist() for i in range(count)]
     assert covered == [(token, chunk) for token, chunk in enumerate(np.repeat(np.arange(4), counts).tolist())]

@@ -120,6 +120,32 @@ def test_a_weight_update_keeps_the_kv(family: tuple[Path, Any], device: torch.de
     np.testing.assert_allclose(found[0].logprobs, found[1].logprobs, atol=1e-4)
 
 
+@pytest.mark.parametrize("family", ["olmo3"], indirect=True)
+def test_static_buffers_and_a_step_ahead_change_nothing(family: tuple[Path, Any], device: torch.device) -> None:
+    """Padded rows on the null block, and penalties that count a token which the host has not read yet."""
+    params = SamplingParams(n=3, seed=4, max_tokens=6, repetition_penalty=1.3, frequency_penalty=0.3, top_p=0.9)
+    found = []
+    for options in ({"cuda_graphs": True, "overlap": True}, {"cuda_graphs": False, "overlap": False}):
+        out = engine(family[0], device, max_num_seqs=5, **options).generate(PROMPTS[:1], params)[0]
+        found.append(out.samples)
+    for one, other in zip(*found, strict=True):
+        assert one.token_ids == other.token_ids
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(torch.cuda.device_count() == 1, reason="two ranks need two GPUs, or none")
+@pytest.mark.parametrize("family", ["olmo3", "llama"], indirect=True)
+def test_two_ranks_equal_one(family: tuple[Path, Any], device: torch.device) -> None:
+    found = []
+    for size in (1, 2):
+        llm = engine(family[0], torch.device(device.type), tensor_parallel_size=size)
+        found.append([out.samples[0].token_ids for out in llm.generate(PROMPTS, SamplingParams(seed=1, max_tokens=4))])
+        if size == 2:
+            llm.close()
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("family", ["llama"], indirect=True)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_is_close_to_float32(family: tuple[Path, Any], device: torch.device, dtype: str) -> None:
@@ -141,7 +167,7 @@ def test_a_replayed_step_equals_an_eager_one_while_contexts_grow(device: torch.d
     decoder = random_decoder(TINY, length=64, dtype=torch.float32, device=device)
     assert decoder.gpu is not None
     batch, pools = random_step(decoder, [(8, 1), (40, 1)])
-    step = decoder.gpu.place(batch, pools.block_size)
+    step = decoder.gpu.place(batch)
     decoder.gpu.forward_on_device(step, pools)
     graph = torch.cuda.CUDAGraph()
     with torch.inference_mode(), torch.cuda.graph(graph):
