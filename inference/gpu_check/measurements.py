@@ -13,7 +13,7 @@ from inference.device_copy import to_device
 from inference.device_peaks import device_peaks
 from inference.gpu_check.clock import Work, captured, seconds_of
 from inference.gpu_check.random_model import ModelShape, random_decoder, random_step
-from inference.kernels.gpu_attention import AttentionStep, attend, attention_shape, num_splits
+from inference.kernels.gpu_attention import AttentionStep, Tiles, attend, attention_shape, num_splits
 from inference.kernels.gpu_launch import run
 from inference.kernels.gpu_sampler import Draw, draw_launches
 from inference.model.decoder import Decoder
@@ -77,15 +77,13 @@ def attention(
                 yield Row(what, float("nan"), "", note="does not fit")
                 continue
             splits = num_splits(batch, kv_heads, num_processors=bench.num_processors, window=None)
-            work = _attention_work(bench, heads, kv_heads, head_dim, batch, context, splits)
+            work = _attention_work(bench, heads, kv_heads, head_dim, batch, context)
             rate = num_bytes / bench.seconds(captured(work, bench.device))
             goal = 85.0 if context >= 4096 and batch >= 16 else None
             yield Row(what, 100 * rate / copy, "% of copy", goal, f"{rate / 1e9:.0f} GB/s, {splits} splits")
 
 
-def _attention_work(
-    bench: Bench, heads: int, kv_heads: int, head_dim: int, batch: int, context: int, splits: int
-) -> Work:
+def _attention_work(bench: Bench, heads: int, kv_heads: int, head_dim: int, batch: int, context: int) -> Work:
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device=bench.device, dtype=bench.dtype)
 
@@ -102,10 +100,16 @@ def _attention_work(
         ],
         bench.device,
     )
-    step = AttentionStep(positions_T, tiles, table_RW, 1)
     shape = attention_shape(group=heads // kv_heads, head_dim=head_dim, dtype=bench.dtype, decode=True)
+    step = AttentionStep(positions_T, table_RW, (Tiles(tiles, 1, shape),))
     return lambda: attend(
-        q_TX, keys.transpose(2, 3), values, step, num_heads=heads, window=None, shape=shape, splits=splits
+        q_TX,
+        keys.transpose(2, 3),
+        values,
+        step,
+        num_heads=heads,
+        window=None,
+        num_processors=bench.num_processors,
     )
 
 

@@ -36,26 +36,36 @@ class AttentionShape:
 
 
 @dataclass(frozen=True, slots=True)
+class Tiles:
+    """Tokens of a step that are computed by one shape of the kernel."""
+
+    tiles_N3: torch.Tensor
+    """int32: first token, number of tokens (of one chunk), row of the block table"""
+    tokens_per_tile: int
+    """the most tokens that a tile holds"""
+    shape: AttentionShape
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionStep:
-    """Where the tokens of a step stand, on the device. Tensors are int32 but for the positions."""
+    """Where the tokens of a step stand, on the device."""
 
     positions_T: torch.Tensor
     """int64; -1 is a padded row: it sees nothing, and zeros come out"""
-    tiles_N3: torch.Tensor
-    """first token, number of tokens (of one chunk), row of the block table"""
     table_RW: torch.Tensor
-    tokens_per_tile: int
-    """the most tokens that a tile holds"""
+    """int32"""
+    parts: tuple[Tiles, ...]
+    """each token in one of them: single tokens apart from longer chunks, for other tiles suit them"""
 
 
 def attention_shape(*, group: int, head_dim: int, dtype: torch.dtype, decode: bool) -> AttentionShape:
-    """`decode`: one row of matrix units is all that the queries of a token fill."""
-    block_m = max(16 if decode else 64, triton.next_power_of_2(group))
+    """`decode`: single tokens, whose queries fill one row of matrix units. Shapes that keep all values in registers."""
+    block_m = max(16, triton.next_power_of_2(group))
     if dtype == torch.float32:  # computed without tensor cores, for tests and debugging
-        return AttentionShape(max(16, triton.next_power_of_2(group)), 32, 4, 1)
-    if decode:
-        return AttentionShape(block_m, 64, 4, 3)
-    return AttentionShape(block_m, 64, 4, 2)
+        return AttentionShape(block_m, 32, 8, 1)
+    if not decode:
+        return AttentionShape(max(64, block_m), 64, 8, 2)
+    return AttentionShape(block_m, 64, 4, 3) if head_dim <= 64 else AttentionShape(block_m, 32, 4, 4)
 
 
 def num_splits(num_tiles: int, num_kv_heads: int, *, num_processors: int, window: int | None) -> int:
@@ -63,7 +73,7 @@ def num_splits(num_tiles: int, num_kv_heads: int, *, num_processors: int, window
     wanted = -(-_WAVES * num_processors // max(1, num_tiles * num_kv_heads))
     if window is not None:
         wanted = min(wanted, -(-window // _KEYS_PER_SPLIT))
-    return min(_MAX_SPLITS, triton.next_power_of_2(wanted))
+    return min(_MAX_SPLITS, triton.next_power_of_2(max(1, wanted)))
 
 
 def attend(
@@ -74,16 +84,19 @@ def attend(
     *,
     num_heads: int,
     window: int | None,
-    shape: AttentionShape,
-    splits: int = 1,
+    num_processors: int,
 ) -> torch.Tensor:
-    """[T, num_heads * D]. Queries are the first features of each row; keys and values may have any strides."""
+    """[T, num_heads * D]. Queries are the first features of each row; keys and values may have any strides.
+
+    `num_processors` of the GPU decide how far keys are split; 0 splits nothing.
+    """
     out_TX = torch.empty((len(q_TX), num_heads * keys_BKDS.shape[2]), dtype=q_TX.dtype, device=q_TX.device)
-    run(
-        attention_launches(
-            q_TX, keys_BKDS, values_BKSD, step, out_TX, num_heads=num_heads, window=window, shape=shape, splits=splits
+    for part in step.parts:
+        splits = num_splits(len(part.tiles_N3), keys_BKDS.shape[1], num_processors=num_processors, window=window)
+        launches = attention_launches(
+            q_TX, keys_BKDS, values_BKSD, step, part, out_TX, num_heads=num_heads, window=window, splits=splits
         )
-    )
+        run(launches)
     return out_TX
 
 
@@ -92,17 +105,17 @@ def attention_launches(
     keys_BKDS: torch.Tensor,
     values_BKSD: torch.Tensor,
     step: AttentionStep,
+    part: Tiles,
     out_TX: torch.Tensor,
     *,
     num_heads: int,
     window: int | None,
-    shape: AttentionShape,
     splits: int,
 ) -> list[Launch]:
     _, num_kv_heads, head_dim, block_size = keys_BKDS.shape
     group = num_heads // num_kv_heads
-    num_tiles = len(step.tiles_N3)
-    assert step.tokens_per_tile * group <= shape.block_m, (step.tokens_per_tile, group, shape)
+    num_tiles, shape = len(part.tiles_N3), part.shape
+    assert part.tokens_per_tile * group <= shape.block_m, (part.tokens_per_tile, group, shape)
     assert values_BKSD.stride(3) == 1 and q_TX.stride(1) == 1 and out_TX.is_contiguous()
     parts, sums = out_TX, out_TX
     if splits > 1:
@@ -123,7 +136,7 @@ def attention_launches(
             _attend,
             (num_tiles, num_kv_heads, splits),
             (
-                q_TX, keys_BKDS, values_BKSD, step.positions_T, step.tiles_N3, step.table_RW, out_TX, parts, sums,
+                q_TX, keys_BKDS, values_BKSD, step.positions_T, part.tiles_N3, step.table_RW, out_TX, parts, sums,
                 q_TX.stride(0), step.table_RW.stride(0), *keys_BKDS.stride(), *values_BKSD.stride()[:3], len(q_TX),
                 head_dim**-0.5 * 1.4426950408889634,
             ),
@@ -135,8 +148,8 @@ def attention_launches(
         launches.append(
             Launch(
                 _merge,
-                (num_tiles, num_kv_heads, step.tokens_per_tile * group),
-                (step.positions_T, step.tiles_N3, out_TX, parts, sums, len(q_TX)),
+                (num_tiles, num_kv_heads, part.tokens_per_tile * group),
+                (step.positions_T, part.tiles_N3, out_TX, parts, sums, len(q_TX)),
                 common,
                 {"num_warps": 4, "num_stages": 1},
             )

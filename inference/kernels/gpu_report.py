@@ -17,7 +17,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from inference.kernels.gpu_attention import AttentionStep, attention_launches, attention_shape
+from inference.kernels.gpu_attention import AttentionStep, Tiles, attention_launches, attention_shape
 from inference.kernels.gpu_heads import heads_launch
 from inference.kernels.gpu_launch import Launch
 from inference.kernels.gpu_norm import ADD_AFTER, ADD_BEFORE, PLAIN, norm_launch, silu_launch
@@ -128,16 +128,15 @@ def _attention(shape: Shape) -> Iterator[Configuration]:
             group=group, head_dim=shape.head_dim, dtype=shape.dtype, decode=phase.startswith("decode")
         )
         per_tile = 1 if phase.startswith("decode") else cut.block_m // group
-        step = AttentionStep(
-            _meta(tokens, dtype=torch.int64), _meta(-(-tokens // per_tile), 3), _meta(contexts, 512), per_tile
-        )
+        part = Tiles(_meta(-(-tokens // per_tile), 3), per_tile, cut)
+        step = AttentionStep(_meta(tokens, dtype=torch.int64), _meta(contexts, 512), (part,))
         out = _meta(tokens, shape.heads * shape.head_dim, dtype=shape.dtype)
         for window in {None, shape.window}:
             seen = min(CONTEXT, window or CONTEXT)
             num_bytes = 2 * contexts * seen * shape.kv_heads * shape.head_dim * element + 2 * out.numel() * element
             launches = attention_launches(
-                _meta(tokens, width, dtype=shape.dtype), *_pool(shape), step, out,
-                num_heads=shape.heads, window=window, shape=cut, splits=splits,
+                _meta(tokens, width, dtype=shape.dtype), *_pool(shape), step, part, out,
+                num_heads=shape.heads, window=window, splits=splits,
             )  # fmt: skip
             parts = SPLITS * tokens * shape.heads * (shape.head_dim + 2) * 4 + out.numel() * element
             label = phase if window is None else f"{phase}, window {window}"

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from inference.device_copy import to_device
-from inference.kernels.gpu_attention import AttentionShape, AttentionStep, attend, attention_shape, num_splits
+from inference.kernels.gpu_attention import AttentionShape, AttentionStep, Tiles, attend, attention_shape
 from inference.kernels.gpu_heads import norm_rope_store
 from inference.kernels.gpu_launch import interpreted
 from inference.kernels.gpu_norm import add_rms_norm, gated_silu, rms_norm, rms_norm_add
@@ -41,7 +41,6 @@ class DeviceStep:
     attention: AttentionStep
     window_slots_T: torch.Tensor
     window_attention: AttentionStep
-    shape: AttentionShape
 
 
 class GpuDecoder:
@@ -65,30 +64,43 @@ class GpuDecoder:
         batch = moved(batch, self._decoder.device)
         step, window_step = batch.tensors, (batch.windowed or batch).tensors
         assert step is not None and window_step is not None
-        arch = self._decoder.local
-        group = arch.num_heads // arch.num_kv_heads
-        shape = attention_shape(
-            group=group, head_dim=arch.head_dim, dtype=self._decoder.dtype, decode=batch.only_decodes
-        )
-        tokens_per_tile = 1
-        if batch.only_decodes:
-            rows_T = step.rows_T.to(torch.int32)
-            tiles_N3 = torch.stack(
-                [torch.arange(len(rows_T), dtype=torch.int32, device=rows_T.device), torch.ones_like(rows_T), rows_T], 1
-            )
-        else:
-            counts_C = np.diff(batch.chunk_ends_C, prepend=0)
-            starts_C = batch.chunk_ends_C - counts_C
-            tokens_per_tile = min(shape.block_m // group, int(counts_C.max()))
-            tiles = make_tiles(starts_C, counts_C, batch.rows_T[starts_C], tokens_per_tile)
-            (tiles_N3,) = to_device([tiles], self._decoder.device)
+        parts = (self._single_tokens(step.rows_T),) if batch.only_decodes else self._parts(batch)
         return DeviceStep(
             step.token_ids_T,
             step.slots_T,
-            AttentionStep(step.positions_T, tiles_N3, step.block_table_RW, tokens_per_tile),
+            AttentionStep(step.positions_T, step.block_table_RW, parts),
             window_step.slots_T,
-            AttentionStep(step.positions_T, tiles_N3, window_step.block_table_RW, tokens_per_tile),
-            shape,
+            AttentionStep(step.positions_T, window_step.block_table_RW, parts),
+        )
+
+    def _single_tokens(self, rows_T: torch.Tensor) -> Tiles:
+        rows_T = rows_T.to(torch.int32)
+        first_T = torch.arange(len(rows_T), dtype=torch.int32, device=rows_T.device)
+        return Tiles(torch.stack([first_T, torch.ones_like(rows_T), rows_T], 1), 1, self._shape(decode=True))
+
+    def _parts(self, batch: StepBatch) -> tuple[Tiles, ...]:
+        counts_C = np.diff(batch.chunk_ends_C, prepend=0)
+        starts_C = batch.chunk_ends_C - counts_C
+        rows_C = batch.rows_T[starts_C]
+        arch = self._decoder.local
+        kinds = []
+        for single in (True, False):
+            chosen = (counts_C == 1) == single
+            if chosen.any():
+                shape = self._shape(decode=single)
+                room = shape.block_m // (arch.num_heads // arch.num_kv_heads)
+                size = min(room, int(counts_C[chosen].max()))
+                kinds.append((make_tiles(starts_C[chosen], counts_C[chosen], rows_C[chosen], size), size, shape))
+        placed = to_device([tiles for tiles, _, _ in kinds], self._decoder.device)
+        return tuple(Tiles(tiles, size, shape) for tiles, (_, size, shape) in zip(placed, kinds, strict=True))
+
+    def _shape(self, *, decode: bool) -> AttentionShape:
+        arch = self._decoder.local
+        return attention_shape(
+            group=arch.num_heads // arch.num_kv_heads,
+            head_dim=arch.head_dim,
+            dtype=self._decoder.dtype,
+            decode=decode,
         )
 
     def forward_on_device(self, step: DeviceStep, pools: KVPools) -> torch.Tensor:
@@ -144,13 +156,7 @@ class GpuDecoder:
             attention,
             num_heads=heads.num_heads,
             window=heads.window,
-            shape=step.shape,
-            splits=num_splits(
-                len(attention.tiles_N3),
-                heads.num_kv_heads,
-                num_processors=self._num_processors,
-                window=heads.window,
-            ),
+            num_processors=self._num_processors,
         )
         return self._decoder.summed_linear(out_TX, layer.out, layer.out_bias)
 

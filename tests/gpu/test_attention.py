@@ -8,8 +8,17 @@ import pytest
 import torch
 
 from inference.device_copy import to_device
-from inference.kernels.gpu_attention import AttentionShape, AttentionStep, attend, attention_shape, num_splits
+from inference.kernels.gpu_attention import (
+    AttentionShape,
+    AttentionStep,
+    Tiles,
+    attend,
+    attention_launches,
+    attention_shape,
+    num_splits,
+)
 from inference.kernels.gpu_heads import norm_rope_store
+from inference.kernels.gpu_launch import run
 from inference.model.attention import attend as attend_torch
 from inference.model.gpu_decoder import make_tiles
 
@@ -42,17 +51,16 @@ def run_kernels(
     """(output, keys, values), with `pad` padded rows behind the step."""
     case, batch = world.case, world.batch
     counts = np.diff(batch.chunk_ends_C, prepend=0)
+    starts = batch.chunk_ends_C - counts
     group = case.heads // case.kv_heads
     shape = shape or attention_shape(
-        group=group, head_dim=case.head_dim, dtype=case.dtype, decode=counts.max() * group <= 16
+        group=group, head_dim=case.head_dim, dtype=case.dtype, decode=bool((counts == 1).all())
     )
     per_tile = min(shape.block_m // group, int(counts.max()))
-    starts = batch.chunk_ends_C - counts
     tiles = make_tiles(starts, counts, batch.rows_T[starts], per_tile)
     padding = np.array([[len(batch.positions_T) + i, 1, 0] for i in range(pad)], np.int64).reshape(-1, 3)
-    nowhere = np.full(pad, -1)
     positions, slots = (
-        torch.from_numpy(np.concatenate([array, nowhere])).to(world.device)
+        torch.from_numpy(np.concatenate([array, np.full(pad, -1)])).to(world.device)
         for array in (batch.positions_T, batch.slots_T)
     )
     tiles_N3, table = to_device([np.concatenate([tiles, padding]), batch.block_table_RW], world.device)
@@ -62,9 +70,13 @@ def run_kernels(
         qkv_TX, world.layer.q_norm, world.layer.k_norm, world.layer.rope_2PF, positions, slots, keys, values,
         num_heads=case.heads, qk_norm=case.qk_norm, eps=world.layer.norm_eps,
     )  # fmt: skip
-    out = attend(
-        qkv_TX, keys, values, AttentionStep(positions, tiles_N3, table, per_tile),
-        num_heads=case.heads, window=case.window, shape=shape, splits=splits,
+    part = Tiles(tiles_N3, per_tile, shape)
+    out = torch.full((len(qkv_TX), case.heads * case.head_dim), torch.nan, dtype=case.dtype, device=world.device)
+    run(
+        attention_launches(
+            qkv_TX, keys, values, AttentionStep(positions, table, (part,)), part, out,
+            num_heads=case.heads, window=case.window, splits=splits,
+        )
     )  # fmt: skip
     return out, keys, values
 
@@ -129,10 +141,10 @@ def test_a_step_without_tokens_is_no_launch(make_case: Any, device: torch.device
     keys = torch.full((3, case.kv_heads, case.head_dim, 16), torch.nan, device=device)
     values = keys.transpose(2, 3).contiguous()
     empty = torch.zeros(0, dtype=torch.int32, device=device)
-    step = AttentionStep(empty, empty.view(0, 3), torch.zeros((0, 16), dtype=torch.int32, device=device), 1)
-    qkv = torch.zeros((0, 8 * case.head_dim), device=device)
     shape = attention_shape(group=2, head_dim=64, dtype=torch.float32, decode=True)
-    assert attend(qkv, keys, values, step, num_heads=4, window=None, shape=shape).shape == (0, 256)
+    step = AttentionStep(empty, empty.view(0, 1), (Tiles(empty.view(0, 3), 1, shape),))
+    qkv = torch.zeros((0, 8 * case.head_dim), device=device)
+    assert attend(qkv, keys, values, step, num_heads=4, window=None, num_processors=8).shape == (0, 256)
 
 
 def test_without_split_a_token_is_bitwise_the_same_in_any_step(make_case: Any, make_world: Any) -> None:
@@ -160,6 +172,7 @@ def test_splits_follow_the_shape_of_the_batch_alone() -> None:
 
     assert [splits(tiles) for tiles in (1, 16, 64, 256)] == [32, 8, 2, 1]
     assert splits(1, window=512) == 2
+    assert num_splits(1, 8, num_processors=0, window=None) == 1
 
 
 def test_tiles_cover_each_token_once() -> None:
