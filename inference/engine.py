@@ -205,7 +205,7 @@ class Engine:
             for sequence in plan.entered:
                 self.sampling.set(sequence)
             self.runner.copy_blocks(plan.copies, plan.window_copies)
-            drew = self._launch(plan) if plan.chunks or plan.starts else False
+            drew = self._compute(plan) if plan.chunks or plan.starts else False
             self._land(self._depth if drew else 0)
             self._give_up(plan.outgrown)
             if not self.scheduler.has_work:
@@ -233,7 +233,7 @@ class Engine:
         self._finished += given_up
         self._retire(given_up)
 
-    def _launch(self, plan: StepPlan) -> bool:
+    def _compute(self, plan: StepPlan) -> bool:
         """Compute and draw; whether any token was drawn."""
         hidden = None
         drawn_ids = self._flights[-1].token_ids_R if self._flights else None

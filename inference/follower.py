@@ -11,7 +11,6 @@ import sys
 import threading
 import traceback
 from multiprocessing.connection import Connection
-from typing import Any
 
 import torch
 import torch.distributed as dist
