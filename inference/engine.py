@@ -19,7 +19,7 @@ import torch
 
 from inference.flight import Flight
 from inference.followers import Followers, device_of
-from inference.model.architecture import Architecture, read_architecture
+from inference.model.architecture import read_architecture
 from inference.model.load import eos_token_ids, load_decoder, resolve_folder
 from inference.model.sharding import check_divisible
 from inference.model.tensor_parallel import ALONE
@@ -45,24 +45,7 @@ class Engine:
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         self.folder: Path = resolve_folder(config.model)
-        arch = read_architecture(self.folder)
-        check_divisible(arch, config.tensor_parallel_size)
-        self.max_model_len = config.max_model_len or arch.max_positions
-        self.vocab_size = arch.vocab_size
-        self.eos_ids = eos_token_ids(self.folder)
-        self.tokenizer = Tokenizer(self.folder)
-        self.version = initial_version
-        self.scheduler = self._new_scheduler(arch)
-        on_gpu = torch.device(config.device).type == "cuda"
-        runner_config = RunnerConfig(
-            num_blocks=self.scheduler.allocator.num_blocks,
-            block_size=config.block_size,
-            num_window_blocks=self.scheduler.num_window_blocks,
-            graphs=on_gpu if config.cuda_graphs is None else config.cuda_graphs,
-            max_num_seqs=config.max_num_seqs,
-            max_model_len=self.max_model_len,
-        )
-        self.followers = Followers(config, runner_config) if config.tensor_parallel_size > 1 else None
+        self.followers = self._start_followers() if config.tensor_parallel_size > 1 else None
         self.decoder = load_decoder(
             self.folder,
             dtype=config.dtype,
@@ -76,32 +59,57 @@ class Engine:
                 "deterministic needs the compiled kernels: float32 on a CPU, heads of a multiple of 8, kernels 'auto'; "
                 f"this is {config.dtype} on {config.device} with kernels = {config.kernels!r}"
             )
-        if self.followers is None:
-            self.runner = Runner(self.decoder, runner_config)
-        else:
-            self.followers.wait_ready()
-            self.runner = Runner(self.decoder, runner_config, tell=self.followers.tell)
+        self.max_model_len = config.max_model_len or self.decoder.arch.max_positions
+        self.vocab_size = self.decoder.arch.vocab_size
+        self.eos_ids = eos_token_ids(self.folder)
+        self.tokenizer = Tokenizer(self.folder)
+        self.version = initial_version
+        self.scheduler = self._new_scheduler()
+        self.runner = self._new_runner()
         windowed = self.scheduler.num_window_blocks is not None
         self.table = BlockTable(config.max_num_seqs, block_size=config.block_size, windowed=windowed)
         self.sampling = SamplingTable(config.max_num_seqs)
         self.requests: dict[str, Request] = {}
         self.num_arrived = 0
-        self._depth = int(on_gpu if config.overlap is None else config.overlap)
+        self._depth = int(self._on_gpu if config.overlap is None else config.overlap)
         """steps that may be in flight when `step` returns"""
         self._flights: deque[Flight] = deque()
         self._finished: list[Sequence] = []
         """for the next `step` to return"""
         self.clock = StatsClock()
         self._costs = CostModel(
-            replace(arch, num_kv_heads=self.decoder.local.num_kv_heads * config.tensor_parallel_size),
+            replace(self.decoder.arch, num_kv_heads=self.decoder.local.num_kv_heads * config.tensor_parallel_size),
             num_parameters=self.decoder.num_resident_parameters,
             element_size=self.decoder.embedding.element_size(),
         )
 
-    def _new_scheduler(self, arch: Architecture) -> Scheduler:
+    def _start_followers(self) -> Followers:
+        check_divisible(read_architecture(self.folder), self.config.tensor_parallel_size)
+        return Followers(self.config)
+
+    def _new_runner(self) -> Runner:
+        config = self.config
+        runner = RunnerConfig(
+            num_blocks=self.scheduler.allocator.num_blocks,
+            block_size=config.block_size,
+            num_window_blocks=self.scheduler.num_window_blocks,
+            graphs=self._on_gpu if config.cuda_graphs is None else config.cuda_graphs,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=self.max_model_len,
+        )
+        if self.followers is None:
+            return Runner(self.decoder, runner)
+        self.followers.start(runner)
+        return Runner(self.decoder, runner, tell=self.followers.tell)
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self.decoder.device.type == "cuda"
+
+    def _new_scheduler(self) -> Scheduler:
         config = self.config
         # The widest window decides for all sliding layers; one that nothing outgrows is no window.
-        window = max((layer.window or 0 for layer in arch.layers), default=0)
+        window = max((layer.window or 0 for layer in self.decoder.arch.layers), default=0)
         scheduler = Scheduler(
             -(-config.kv_cache_tokens // config.block_size),
             block_size=config.block_size,
