@@ -245,7 +245,7 @@ class Engine:
         """Compute and draw; whether any token was drawn."""
         hidden = None
         drawn_ids = self._flights[-1].token_ids_R if self._flights else None
-        self._count(plan)
+        self.clock.totals.count(plan, running=len(self.scheduler.running), slots_held=self.scheduler.slots_held)
         if plan.chunks:
             batch = self.table.batch(plan.chunks)
             hidden = self.runner.run(batch, drawn_ids)
@@ -308,23 +308,6 @@ class Engine:
             self.clock.totals.errors += sequence.error is not None
             if sequence.request.finished:
                 self.requests.pop(sequence.request.request_id, None)
-
-    def _count(self, plan: StepPlan) -> None:
-        totals = self.clock.totals
-        totals.steps += 1
-        totals.live_batch_sum += len(self.scheduler.running)
-        totals.slot_steps += self.scheduler.slots_held
-        totals.slot_steps_used += len(plan.chunks) + len(plan.starts)
-        totals.prefill_tokens_shared += plan.num_shared_tokens
-        totals.preemptions += plan.num_preempted
-        prefill = 0
-        for sequence, count in plan.chunks:
-            if sequence.num_tokens == sequence.num_prompt:
-                prefill += count
-            elif (missing := sequence.num_tokens - sequence.num_computed) > 1:
-                totals.recomputed_tokens += min(count, missing - 1)
-        totals.prefill_tokens_computed += prefill
-        totals.prefill_steps += prefill > 0
 
     # Between two steps
 
