@@ -139,7 +139,7 @@ class CudaCapture:
             run()  # compiles kernels and sets libraries up, which no graph may hold
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):  # others' threads go on
             output = run()
 
         def replay() -> torch.Tensor:

@@ -22,10 +22,9 @@ from inference.followers import Followers, device_of
 from inference.gpu_sampling import new_gpu_sampler
 from inference.memory_plan import measured_kv_tokens
 from inference.model.architecture import read_architecture
-from inference.model.decoder import Decoder
 from inference.model.load import eos_token_ids, load_decoder, resolve_folder
 from inference.model.sharding import check_divisible
-from inference.model.tensor_parallel import ALONE, TensorParallel
+from inference.model.tensor_parallel import ALONE
 from inference.request import Request, Sequence
 from inference.runner import Runner, RunnerConfig
 from inference.sampler import SamplingTable, sample
@@ -48,81 +47,76 @@ class Engine:
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         self.folder: Path = resolve_folder(config.model)
-        arch = read_architecture(self.folder)
-        check_divisible(arch, config.tensor_parallel_size)
-        self.max_model_len = config.max_model_len or arch.max_positions
-        self.vocab_size = arch.vocab_size
-        self.eos_ids = eos_token_ids(self.folder)
-        self.tokenizer = Tokenizer(self.folder)
-        self.version = initial_version
-        # The widest window decides for all sliding layers; one that nothing outgrows is no window.
-        window: int | None = max((layer.window or 0 for layer in arch.layers), default=0)
-        window = window if window and window < self.max_model_len else None
-        alone = self._load(ALONE) if config.tensor_parallel_size == 1 else None
-        self.scheduler = self._new_scheduler(self._kv_tokens(alone, window), window)
-        on_gpu = torch.device(config.device).type == "cuda"
-        runner_config = RunnerConfig(
-            num_blocks=self.scheduler.allocator.num_blocks,
-            block_size=config.block_size,
-            num_window_blocks=self.scheduler.num_window_blocks,
-            graphs=on_gpu if config.cuda_graphs is None else config.cuda_graphs,
-            max_num_seqs=config.max_num_seqs,
-            max_model_len=self.max_model_len,
+        self.followers = self._start_followers() if config.tensor_parallel_size > 1 else None
+        self.decoder = load_decoder(
+            self.folder,
+            dtype=config.dtype,
+            device=device_of(config, 0),
+            max_model_len=config.max_model_len,
+            kernels=config.kernels,
+            ranks=ALONE if self.followers is None else self.followers.join(),
         )
-        self.followers = Followers(config, runner_config) if alone is None else None
-        self.decoder = alone or self._load(ALONE if self.followers is None else self.followers.join())
         if config.deterministic and self.decoder.compiled is None:
             raise ConfigError(
                 "deterministic needs the compiled kernels: float32 on a CPU, heads of a multiple of 8, kernels 'auto'; "
                 f"this is {config.dtype} on {config.device} with kernels = {config.kernels!r}"
             )
-        if self.followers is None:
-            self.runner = Runner(self.decoder, runner_config)
-        else:
-            self.followers.wait_ready()
-            self.runner = Runner(self.decoder, runner_config, tell=self.followers.tell)
+        self.max_model_len = config.max_model_len or self.decoder.arch.max_positions
+        self.vocab_size = self.decoder.arch.vocab_size
+        self.eos_ids = eos_token_ids(self.folder)
+        self.tokenizer = Tokenizer(self.folder)
+        self.version = initial_version
+        self.scheduler = self._new_scheduler()
+        self.runner = self._new_runner()
         windowed = self.scheduler.num_window_blocks is not None
         self.table = BlockTable(config.max_num_seqs, block_size=config.block_size, windowed=windowed)
         self.sampling = SamplingTable(config.max_num_seqs)
         self.gpu_sampler = new_gpu_sampler(self.decoder)
         self.requests: dict[str, Request] = {}
         self.num_arrived = 0
-        self._depth = int(on_gpu if config.overlap is None else config.overlap)
+        self._depth = int(self._on_gpu if config.overlap is None else config.overlap)
         """steps that may be in flight when `step` returns"""
         self._flights: deque[Flight] = deque()
         self._finished: list[Sequence] = []
         """for the next `step` to return"""
         self.clock = StatsClock()
         self._costs = CostModel(
-            replace(arch, num_kv_heads=self.decoder.local.num_kv_heads * config.tensor_parallel_size),
+            replace(self.decoder.arch, num_kv_heads=self.decoder.local.num_kv_heads * config.tensor_parallel_size),
             num_parameters=self.decoder.num_resident_parameters,
             element_size=self.decoder.embedding.element_size(),
         )
 
-    def _load(self, ranks: TensorParallel) -> Decoder:
+    def _start_followers(self) -> Followers:
+        check_divisible(read_architecture(self.folder), self.config.tensor_parallel_size)
+        return Followers(self.config)
+
+    def _new_runner(self) -> Runner:
         config = self.config
-        return load_decoder(
-            self.folder,
-            dtype=config.dtype,
-            device=device_of(config, 0),
-            max_model_len=config.max_model_len,
-            kernels=config.kernels,
-            ranks=ranks,
+        runner = RunnerConfig(
+            num_blocks=self.scheduler.allocator.num_blocks,
+            block_size=config.block_size,
+            num_window_blocks=self.scheduler.num_window_blocks,
+            graphs=self._on_gpu if config.cuda_graphs is None else config.cuda_graphs,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=self.max_model_len,
         )
+        if self.followers is None:
+            return Runner(self.decoder, runner)
+        self.followers.start(runner)
+        return Runner(self.decoder, runner, tell=self.followers.tell)
 
-    def _kv_tokens(self, alone: Decoder | None, window: int | None) -> int:
-        config = self.config
-        if config.kv_cache_tokens is not None:
-            return config.kv_cache_tokens
-        if alone is None:
-            raise ConfigError(
-                f"kv_cache_tokens is None with tensor_parallel_size = {config.tensor_parallel_size}; give it: memory "
-                "is measured on a single GPU only"
-            )
-        return measured_kv_tokens(alone, config, window=window)
+    @property
+    def _on_gpu(self) -> bool:
+        return self.decoder.device.type == "cuda"
 
-    def _new_scheduler(self, tokens: int, window: int | None) -> Scheduler:
+    def _new_scheduler(self) -> Scheduler:
         config = self.config
+        # The widest window decides for all sliding layers; one that nothing outgrows is no window.
+        window: int | None = max((layer.window or 0 for layer in self.decoder.arch.layers), default=0)
+        window = window if window and window < self.max_model_len else None
+        tokens = config.kv_cache_tokens
+        if tokens is None:
+            tokens = measured_kv_tokens(self.decoder, config, window=window)
         scheduler = Scheduler(
             -(-tokens // config.block_size),
             block_size=config.block_size,
@@ -226,7 +220,7 @@ class Engine:
             for sequence in plan.entered:
                 self.sampling.set(sequence)
             self.runner.copy_blocks(plan.copies, plan.window_copies)
-            drew = self._launch(plan) if plan.chunks or plan.starts else False
+            drew = self._compute(plan) if plan.chunks or plan.starts else False
             self._land(self._depth if drew else 0)
             self._give_up(plan.outgrown)
             if not self.scheduler.has_work:
@@ -254,11 +248,11 @@ class Engine:
         self._finished += given_up
         self._retire(given_up)
 
-    def _launch(self, plan: StepPlan) -> bool:
+    def _compute(self, plan: StepPlan) -> bool:
         """Compute and draw; whether any token was drawn."""
         hidden = None
         drawn_ids = self._flights[-1].token_ids_R if self._flights else None
-        self._count(plan)
+        self.clock.totals.count(plan, running=len(self.scheduler.running), slots_held=self.scheduler.slots_held)
         if plan.chunks:
             batch = self.table.batch(plan.chunks)
             hidden = self.runner.run(batch, drawn_ids)
@@ -321,23 +315,6 @@ class Engine:
             self.clock.totals.errors += sequence.error is not None
             if sequence.request.finished:
                 self.requests.pop(sequence.request.request_id, None)
-
-    def _count(self, plan: StepPlan) -> None:
-        totals = self.clock.totals
-        totals.steps += 1
-        totals.live_batch_sum += len(self.scheduler.running)
-        totals.slot_steps += self.scheduler.slots_held
-        totals.slot_steps_used += len(plan.chunks) + len(plan.starts)
-        totals.prefill_tokens_shared += plan.num_shared_tokens
-        totals.preemptions += plan.num_preempted
-        prefill = 0
-        for sequence, count in plan.chunks:
-            if sequence.num_tokens == sequence.num_prompt:
-                prefill += count
-            elif (missing := sequence.num_tokens - sequence.num_computed) > 1:
-                totals.recomputed_tokens += min(count, missing - 1)
-        totals.prefill_tokens_computed += prefill
-        totals.prefill_steps += prefill > 0
 
     # Between two steps
 

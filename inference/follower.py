@@ -11,14 +11,13 @@ import sys
 import threading
 import traceback
 from multiprocessing.connection import Connection
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from inference.model.load import load_decoder, resolve_folder
 from inference.model.tensor_parallel import join_group
-from inference.runner import Runner, RunnerConfig
+from inference.runner import Runner
 from olmorl.contract.generation import EngineConfig
 
 PROGRESS = ("here", "loaded")
@@ -26,7 +25,7 @@ PROGRESS = ("here", "loaded")
 
 
 class Follower:
-    def __init__(self, config: EngineConfig, *, rank: int, device: str, store_port: int, runner: RunnerConfig) -> None:
+    def __init__(self, config: EngineConfig, *, rank: int, device: str, store_port: int) -> None:
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         store = dist.TCPStore("127.0.0.1", store_port, is_master=False)
@@ -39,12 +38,11 @@ class Follower:
             ranks=join_group(rank, config.tensor_parallel_size, store, torch.device(device)),
         )
         self._staged: dict[str, torch.Tensor] = {}
-        self._runner_config = runner
 
     def follow(self, commands: Connection) -> None:
-        """Until the leader says None. It makes its runner at the same time, for graphs are captured together."""
+        """Until the leader says None."""
         commands.send("loaded")
-        runner = Runner(self.decoder, self._runner_config)
+        runner = Runner(self.decoder, commands.recv())  # as the leader does now: graphs are captured together
         while (command := commands.recv()) is not None:
             name, args = command
             getattr(self if name in ("commit", "collect") else runner, name)(*args)

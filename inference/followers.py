@@ -29,11 +29,10 @@ _PACKAGES = str(Path(__file__).parents[1])  # found by the followers whatever th
 
 
 class Followers:
-    def __init__(self, config: EngineConfig, runner: RunnerConfig) -> None:
-        """Start them; `join` and `wait_ready` come next."""
+    def __init__(self, config: EngineConfig) -> None:
+        """Start the processes; `join` and `start` come next."""
         self._config = config
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._sending = threading.Lock()
         self._lost: str | None = None
         self._changed = threading.Condition()
         self._num_messages = 0
@@ -43,16 +42,9 @@ class Followers:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._close = weakref.finalize(self, _dismiss, self._commands, self._weights, self._processes)
         for rank in range(1, config.tensor_parallel_size):
-            commands, weights = self._start()
-            commands.send(
-                {
-                    "config": config,
-                    "rank": rank,
-                    "device": device_of(config, rank),
-                    "store_port": self._store.port,
-                    "runner": runner,
-                }
-            )
+            commands, weights = self._start_process()
+            device = device_of(config, rank)
+            commands.send({"config": config, "rank": rank, "device": device, "store_port": self._store.port})
             watch = threading.Thread(target=_watch, args=(weakref.ref(self), rank, commands), daemon=True)
             watch.start()
             self._commands.append(commands)
@@ -65,19 +57,14 @@ class Followers:
         self._ranks = join_group(0, size, self._store, torch.device(device_of(self._config, 0)))
         return self._ranks
 
-    def wait_ready(self) -> None:
-        """Until each holds its part of the model."""
+    def start(self, runner: RunnerConfig) -> None:
+        """Each makes its runner, once it holds its part of the model; the leader makes its own at the same time."""
         self._wait_for_messages(2 * len(self._processes))
+        self._send(runner)
 
     def tell(self, method: str, *args: Any) -> None:
         """All call this method of their runner, or of themselves, after those told before."""
-        self.check()
-        try:
-            with self._sending:
-                for commands in self._commands:
-                    commands.send((method, args))
-        except OSError as error:
-            raise WorkerError(f"a tensor-parallel follower is gone: {self._lost or error}") from None
+        self._send((method, args))
 
     def stage(self, tensors: Mapping[str, torch.Tensor], decoder: Decoder) -> None:
         """Hand each rank its part of an update, from any thread, while steps go on; it is served from `commit` on."""
@@ -100,7 +87,7 @@ class Followers:
     def close(self) -> None:
         self._close()
 
-    def _start(self) -> tuple[Connection, Connection]:
+    def _start_process(self) -> tuple[Connection, Connection]:
         pipes = [Pipe(), Pipe()]
         descriptors = [theirs.fileno() for _, theirs in pipes]
         paths = [_PACKAGES, os.environ.get("PYTHONPATH", "")]
@@ -116,6 +103,14 @@ class Followers:
             theirs.close()
         return pipes[0][0], pipes[1][0]
 
+    def _send(self, message: object) -> None:
+        self.check()
+        try:
+            for commands in self._commands:
+                commands.send(message)
+        except OSError as error:
+            raise WorkerError(f"a tensor-parallel follower is gone: {self._lost or error}") from None
+
     def _wait_for_messages(self, count: int) -> None:
         with self._changed:
             self._changed.wait_for(lambda: self._lost or self._num_messages == count)
@@ -130,9 +125,9 @@ class Followers:
                 self._lost = f"tensor-parallel rank {rank} of {self._config.tensor_parallel_size} " + (
                     "died" if message is None else f"failed: {message}"
                 )
-                if self._ranks is not None and self._config.device == "cuda":
-                    self._ranks.abort()  # gloo sees by itself that a member is gone, NCCL does not
             self._changed.notify_all()
+        if self._lost is not None and self._ranks is not None and self._config.device == "cuda":
+            self._ranks.abort()  # gloo sees by itself that a member is gone, NCCL does not
 
 
 def device_of(config: EngineConfig, rank: int) -> str:

@@ -24,6 +24,11 @@ def measured_kv_tokens(decoder: Decoder, config: EngineConfig, *, window: int | 
         raise ConfigError(
             f"kv_cache_tokens is None on device {str(device)!r}; only a GPU's memory is measured: give it"
         )
+    if decoder.ranks.size > 1:
+        raise ConfigError(
+            f"kv_cache_tokens is None with tensor_parallel_size = {decoder.ranks.size}; give it: memory is measured on "
+            "a single GPU only"
+        )
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     largest_step(decoder, config)

@@ -1,4 +1,4 @@
-"""What each rank holds, and that ranks together compute what one does: in threads, over gloo, for 2, 4 and 8 of them."""
+"""What each rank holds, and that 2, 4 and 8 ranks together compute what one does: in threads, over gloo."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
