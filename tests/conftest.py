@@ -1,7 +1,8 @@
 """Before anything imports Triton: without a GPU its kernels run in the interpreter, on CPU tensors."""
 
 import os
-from pathlib import Path
 
-if not Path("/proc/driver/nvidia/version").exists():
+import torch
+
+if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")

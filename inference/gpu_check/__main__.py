@@ -57,7 +57,8 @@ def main(arguments: list[str] | None = None) -> int:
 def _run_tests(dry: bool) -> int:
     paths = _DRY_TESTS if dry else ("tests/gpu",)
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not soak", "-p", "no:cacheprovider", *paths]
-    return subprocess.run(command, cwd=_ROOT, env={**os.environ, "PYTHONPATH": str(_ROOT)}).returncode
+    environment = {**os.environ, "PYTHONPATH": str(_ROOT), "TRITON_INTERPRET": str(int(dry))}
+    return subprocess.run(command, cwd=_ROOT, env=environment).returncode
 
 
 def _rows() -> Iterator["Row"]:

@@ -183,7 +183,8 @@ def _product(a, b, acc, WIDEN: tl.constexpr):
     return tl.dot(a, b, acc, input_precision="ieee")
 
 
-@triton.jit
+# What changes from step to step is not specialised: each variant would be compiled in the middle of serving.
+@triton.jit(do_not_specialize=["table_step", "num_tokens"])
 def _attend(
     q,
     keys,
@@ -287,7 +288,7 @@ def _attend(
         tl.store(sums + 2 * part_rows + 1, total, mask=live & used)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _merge(
     positions,
     tiles,

@@ -54,11 +54,11 @@ class Launch:
                 divisible = value.data_ptr() % 16 == 0 if value.device.type != "meta" else True
             elif isinstance(value, float):
                 signature[names[index]] = "fp32"
-            elif value == 1:
+            elif value == 1 and not self.kernel.params[index].do_not_specialize:
                 constants[(index,)] = 1
             else:
                 signature[names[index]] = "i32" if -(2**31) <= value < 2**31 else "i64"
-                divisible = value % 16 == 0
+                divisible = value % 16 == 0 and not self.kernel.params[index].do_not_specialize
             if divisible:
                 attributes[(index,)] = [["tt.divisibility", 16]]
         source = ASTSource(self.kernel, signature, constants, attributes)

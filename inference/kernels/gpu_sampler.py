@@ -102,7 +102,7 @@ def draw_launches(
     ]  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_masked"])
 def _process(
     logits,
     scales,

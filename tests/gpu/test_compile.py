@@ -7,6 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="compiled for the GPU that is here by all other tests"
+)
 
 _ROOT = Path(__file__).parents[2]
 # A process of its own: what was imported for the interpreter cannot be compiled any more.
