@@ -26,7 +26,7 @@ _DRY_TESTS = ("tests/gpu/test_norm.py",)
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m inference.gpu_check", description=__doc__.split("\n\n")[0])
     parser.add_argument("--dry", action="store_true", help="tiny shapes in the interpreter, without a GPU")
-    parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser.add_argument("--json", type=Path, default=_ROOT / "outputs" / "gpu_check.json", help="figures")
     options = parser.parse_args(arguments)
     if options.dry:
         os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
@@ -45,18 +45,19 @@ def main(arguments: list[str] | None = None) -> int:
     print(
         f"tests {'passed' if tests == 0 else 'FAILED'}; {tested - started:.0f} s + {time.perf_counter() - tested:.0f} s"
     )
-    if options.json is not None:
-        figures = [{"what": r.what, "value": r.value, "unit": r.unit, "goal": r.goal, "note": r.note} for r in rows]
-        device = "cpu" if options.dry else torch.cuda.get_device_name()
-        versions = {"torch": torch.__version__, "python": sys.version.split()[0]}
-        report = {"device": device, **versions, "tests_passed": tests == 0, "figures": figures}
-        options.json.write_text(json.dumps(report, indent=1))
+    figures = [{"what": r.what, "value": r.value, "unit": r.unit, "goal": r.goal, "note": r.note} for r in rows]
+    device = "cpu" if options.dry else torch.cuda.get_device_name()
+    versions = {"torch": torch.__version__, "python": sys.version.split()[0]}
+    report = {"device": device, **versions, "tests_passed": tests == 0, "figures": figures}
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps(report, indent=1))
+    print(f"figures: {options.json}")
     return int(tests != 0)
 
 
 def _run_tests(dry: bool) -> int:
     paths = _DRY_TESTS if dry else ("tests/gpu",)
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not soak", "-p", "no:cacheprovider", *paths]
+    command = [sys.executable, "-m", "pytest", "-q", "--maxfail=8", "-m", "not soak", "-p", "no:cacheprovider", *paths]
     environment = {**os.environ, "PYTHONPATH": str(_ROOT), "TRITON_INTERPRET": str(int(dry))}
     return subprocess.run(command, cwd=_ROOT, env=environment).returncode
 
