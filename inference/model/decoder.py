@@ -12,6 +12,7 @@ Suffixes: T tokens, M hidden size, R wanted rows, V vocabulary.
 
 import math
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,6 +28,7 @@ from inference.model.sharding import Shard, check_divisible, local_architecture,
 from inference.model.step_tensors import moved
 from inference.model.tensor_parallel import ALONE, TensorParallel
 from inference.step_batch import StepBatch
+from olmorl.contract.errors import ConfigError
 from olmorl.contract.generation import Kernels
 from olmorl.contract.weights import TensorSpec
 
@@ -76,9 +78,8 @@ class Decoder:
         self.layers = [self._layer(index, max_model_len) for index in range(len(arch.layers))]
         self.norm = self._tensor("model.norm.weight", arch.hidden_size)
         self.head = self.embedding if arch.tied else self._tensor("lm_head.weight", arch.vocab_size, arch.hidden_size)
-        alone = ranks.size == 1
-        self.compiled = _compiled(self, max_model_len) if kernels == "auto" and alone else None
-        self.gpu = _gpu(self) if kernels == "triton" or (kernels == "auto" and device.type == "cuda") else None
+        self.compiled = _compiled(self, max_model_len) if kernels == "auto" and ranks.size == 1 else None
+        self.gpu = _gpu(self, kernels)
 
     @property
     def team(self) -> "Team | None":
@@ -260,7 +261,12 @@ def _compiled(decoder: Decoder, max_model_len: int) -> "CompiledDecoder | None":
     return CompiledDecoder(decoder, max_model_len=max_model_len, threads=torch.get_num_threads())
 
 
-def _gpu(decoder: Decoder) -> "GpuDecoder":
-    from inference.model.gpu_decoder import GpuDecoder
+def _gpu(decoder: Decoder, kernels: Kernels) -> "GpuDecoder | None":
+    installed = find_spec("triton") is not None
+    if kernels == "triton" and not installed:
+        raise ConfigError("kernels is 'triton', which is not installed here: pip install triton (Linux on x86-64)")
+    if kernels == "triton" or (kernels == "auto" and decoder.device.type == "cuda" and installed):
+        from inference.model.gpu_decoder import GpuDecoder
 
-    return GpuDecoder(decoder)
+        return GpuDecoder(decoder)
+    return None

@@ -185,6 +185,15 @@ def test_what_cannot_run_is_said() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama"], indirect=True)
+def test_kernels_on_a_cpu_are_refused_without_the_interpreter(
+    family: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(ConfigError, match="take device 'cuda', or set TRITON_INTERPRET=1"):
+        engine(family[0], torch.device("cpu"))
+
+
+@pytest.mark.parametrize("family", ["llama"], indirect=True)
 def test_memory_is_measured_on_a_gpu_and_refused_on_a_cpu(family: tuple[Path, Any], device: torch.device) -> None:
     if device.type != "cuda":
         with pytest.raises(ConfigError, match="only a GPU's memory is measured"):
