@@ -188,7 +188,7 @@ def test_what_cannot_run_is_said() -> None:
 def test_kernels_on_a_cpu_are_refused_without_the_interpreter(
     family: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setattr("inference.model.gpu_decoder.interpreted", lambda: False)
     with pytest.raises(ConfigError, match="take device 'cuda', or set TRITON_INTERPRET=1"):
         engine(family[0], torch.device("cpu"))
 
