@@ -12,11 +12,12 @@ from collections import deque
 from collections.abc import Sequence as Items
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
+from inference.engine_config import check_config
 from inference.flight import Flight
 from inference.followers import Followers, device_of
 from inference.gpu_sampling import new_gpu_sampler
@@ -35,14 +36,14 @@ from inference.step_batch import BlockTable
 from inference.stopping import StopMatcher
 from inference.tokenizer import Tokenizer
 from olmorl.contract.errors import ConfigError, WeightUpdateError
-from olmorl.contract.generation import EngineConfig, Kernels, SamplingParams
+from olmorl.contract.generation import EngineConfig, SamplingParams
 
 KvPolicy = Literal["keep", "recompute"]
 
 
 class Engine:
     def __init__(self, config: EngineConfig, *, initial_version: int = 0) -> None:
-        _check_config(config)
+        check_config(config)
         self.config = config
         if config.threads is not None:
             torch.set_num_threads(config.threads)
@@ -381,39 +382,4 @@ class Engine:
             prefix_queries=scheduler.cache.queries,
             prefix_hits=scheduler.cache.hits,
             version=self.version,
-        )
-
-
-def _check_config(config: EngineConfig) -> None:
-    counts = ("max_num_seqs", "kv_cache_tokens", "block_size", "max_tokens_per_step", "tensor_parallel_size")
-    for name in (*counts, "max_model_len"):
-        value, least = getattr(config, name), 2 if name == "max_model_len" else 1
-        if value is None and name in ("max_model_len", "kv_cache_tokens"):
-            continue
-        if not isinstance(value, int) or value < least:
-            raise ConfigError(f"{name} is {value!r}; it must be an integer >= {least}")
-    if not 0 < config.gpu_memory_utilization <= 1:
-        raise ConfigError(f"gpu_memory_utilization is {config.gpu_memory_utilization!r}; it must be in (0, 1]")
-    if config.batching not in ("continuous", "static"):
-        raise ConfigError(f"batching is {config.batching!r}; it must be 'continuous' or 'static'")
-    if config.kernels not in get_args(Kernels):
-        raise ConfigError(f"kernels is {config.kernels!r}; it must be one of {', '.join(get_args(Kernels))}")
-    for name in ("quantization", "speculative"):
-        if getattr(config, name) is not None:
-            raise ConfigError(f"{name} is {getattr(config, name)!r}; this engine offers None alone")
-    if config.deterministic and config.tensor_parallel_size > 1:
-        raise ConfigError(
-            f"deterministic needs the compiled kernels, which compute on one rank; tensor_parallel_size is "
-            f"{config.tensor_parallel_size}"
-        )
-    try:
-        device = torch.device(config.device)
-    except RuntimeError:
-        raise ConfigError(f"device is {config.device!r}; it must be 'cpu' or 'cuda'") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device is 'cuda', but this machine or this build of torch has none")
-    if device.type == "cuda" and config.tensor_parallel_size > torch.cuda.device_count():
-        raise ConfigError(
-            f"tensor_parallel_size is {config.tensor_parallel_size}, but this process sees "
-            f"{torch.cuda.device_count()} GPUs"
         )
