@@ -74,7 +74,9 @@ class GpuSampler:
         )
         scales_R, greedy_R, words_R2, top_k_R, top_p_R, min_p_R, penalties, count_rows_R, masked_RE = arrays
         launches = []
-        x_RV = limits = counts = None
+        x_RV: torch.Tensor | None = None
+        limits: tuple[torch.Tensor, torch.Tensor] | None = None
+        counts: tuple[torch.Tensor, torch.Tensor] | None = None
         if truncated or batch.penalized or batch.masked or batch.num_top_R:
             x_RV = torch.empty((rows, vocab_size), device=self._device)
             launches.append(

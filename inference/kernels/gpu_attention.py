@@ -12,6 +12,8 @@ Suffixes: T tokens, N tiles of tokens, R rows of the block table, W its width, X
 heads, D head size, S block size.
 """
 
+# mypy: disable-error-code="no-untyped-def"
+
 from dataclasses import dataclass
 
 import torch

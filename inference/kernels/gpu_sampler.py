@@ -10,6 +10,8 @@ Twin: `inference.sampler.sample_torch`.
 Suffixes: R rows, V vocabulary, N chunks of the vocabulary, C rows of counts, E masked ids of a row.
 """
 
+# mypy: disable-error-code="no-untyped-def"
+
 from dataclasses import dataclass
 
 import torch

@@ -9,6 +9,8 @@ Twin: `inference.sampler.kept_tokens`.
 Suffixes: R rows, V vocabulary, B tokens of a block, J pivots.
 """
 
+# mypy: disable-error-code="no-untyped-def"
+
 import torch
 import triton
 import triton.language as tl
