@@ -118,10 +118,10 @@ class DecodeGraphs:
 
 
 def _batch(step: StepTensors) -> StepBatch:
-    """On a CPU its arrays are the tensors' memory; elsewhere nobody may look at them."""
+    """On a CPU its arrays are the tensors' memory; elsewhere they have the shapes, and nobody may look at the rest."""
 
     def array(tensor: torch.Tensor) -> np.ndarray:
-        return tensor.numpy() if tensor.device.type == "cpu" else np.empty(0)
+        return tensor.numpy() if tensor.device.type == "cpu" else np.full(tuple(tensor.shape), -1)
 
     return StepBatch(
         array(step.token_ids_T),
