@@ -118,12 +118,20 @@ class DecodeGraphs:
 
 
 def _batch(step: StepTensors) -> StepBatch:
-    """On a CPU its arrays are the tensors' memory; elsewhere nobody may look at them."""
-    tensors = (step.token_ids_T, step.positions_T, step.rows_T, step.slots_T)
-    arrays = [tensor.numpy() if tensor.device.type == "cpu" else np.empty(0, np.int64) for tensor in tensors]
-    table = step.block_table_RW
-    table_RW = table.numpy() if table.device.type == "cpu" else np.empty((0, 0), np.int32)
-    return StepBatch(*arrays, np.arange(1, len(step.token_ids_T) + 1), table_RW, tensors=step)
+    """On a CPU its arrays are the tensors' memory; elsewhere they have the shapes, and nobody may look at the rest."""
+
+    def array(tensor: torch.Tensor) -> np.ndarray:
+        return tensor.numpy() if tensor.device.type == "cpu" else np.full(tuple(tensor.shape), -1)
+
+    return StepBatch(
+        array(step.token_ids_T),
+        array(step.positions_T),
+        array(step.rows_T),
+        array(step.slots_T),
+        np.arange(1, len(step.token_ids_T) + 1),
+        array(step.block_table_RW),
+        tensors=step,
+    )
 
 
 class CudaCapture:

@@ -90,9 +90,13 @@ class Sampled:
         """Starts the copies and does not wait for them; itself on a CPU."""
         if self.token_ids_R.device.type == "cpu":
             return self
-        arrays = (self.token_ids_R, self.logprobs_R, self.raw_logprobs_R, self.broken_R)
-        top = {row: (_to_host(ids_K), _to_host(logprobs_K)) for row, (ids_K, logprobs_K) in self.top.items()}
-        return Sampled(*map(_to_host, arrays), top)
+        return Sampled(
+            _to_host(self.token_ids_R),
+            _to_host(self.logprobs_R),
+            _to_host(self.raw_logprobs_R),
+            _to_host(self.broken_R),
+            {row: (_to_host(ids_K), _to_host(logprobs_K)) for row, (ids_K, logprobs_K) in self.top.items()},
+        )
 
 
 class SamplingTable:

@@ -74,10 +74,11 @@ def join_group(rank: int, size: int, store: dist.Store, device: torch.device) ->
     """Returns when all ranks are there."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = TIMEOUT
-        return TensorParallel(rank, size, dist.ProcessGroupNCCL(store, rank, size, options))
-    options = dist.ProcessGroupGloo._Options()
+        nccl_options = dist.ProcessGroupNCCL.Options()
+        nccl_options._timeout = TIMEOUT
+        return TensorParallel(rank, size, dist.ProcessGroupNCCL(store, rank, size, nccl_options))
+    gloo: Any = dist.ProcessGroupGloo  # its stub knows neither its options nor their constructor
+    options = gloo._Options()
     options._timeout = TIMEOUT
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]  # a group lives on one machine
-    return TensorParallel(rank, size, dist.ProcessGroupGloo(store, rank, size, options))
+    options._devices = [gloo.create_device(hostname="127.0.0.1")]  # a group lives on one machine
+    return TensorParallel(rank, size, gloo(store, rank, size, options))

@@ -106,6 +106,30 @@ def test_each_size_is_captured_once_the_largest_first() -> None:
     assert replayed == [4, 2, 0, 2, 1] and len(captured) == 5
 
 
+def test_buffers_that_the_host_cannot_read_still_say_what_the_batch_is() -> None:
+    """As on a GPU: the device here has no memory at all."""
+    seen: list[StepBatch] = []
+
+    def capture(run: Replay) -> Replay:
+        run()
+        return run
+
+    def forward(batch: StepBatch) -> torch.Tensor:
+        seen.append(batch)
+        assert batch.tensors is not None and batch.windowed is not None and batch.windowed.tensors is not None
+        return batch.tensors.token_ids_T
+
+    meta = torch.device("meta")
+    DecodeGraphs(
+        forward, max_num_seqs=5, max_blocks=3, block_size=4, null_block=9, null_window_block=7, device=meta,
+        capture=capture,
+    )  # fmt: skip
+    for batch, size in zip(seen, (5, 4, 2, 1), strict=True):
+        assert batch.only_decodes and len(batch.token_ids_T) == len(batch.chunk_ends_C) == size
+        assert batch.tensors is not None and batch.tensors.slots_T.device == meta
+        assert batch.block_table_RW.shape == batch.tensors.block_table_RW.shape == (size, 3)
+
+
 @pytest.fixture(scope="module")
 def window_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Sliding layers have a pool and a null block of their own."""
