@@ -147,12 +147,14 @@ def _attention(shape: Shape) -> Iterator[Configuration]:
 def _rows(shape: Shape) -> Iterator[Configuration]:
     element, tokens = shape.dtype.itemsize, BATCH
     width = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
-    sizes = {None: (None, None), "head": (1, 1), "whole": (shape.heads, shape.kv_heads)}[shape.qk_norm]
-    norms = [None if count is None else _meta(count * shape.head_dim, dtype=shape.dtype) for count in sizes]
+    q_norm = k_norm = None
+    if shape.qk_norm is not None:
+        counts = (shape.heads, shape.kv_heads) if shape.qk_norm == "whole" else (1, 1)
+        q_norm, k_norm = (_meta(count * shape.head_dim, dtype=shape.dtype) for count in counts)
     tokens_T = _meta(tokens, dtype=torch.int64)
     rope = _meta(2, 8192, shape.head_dim // 2, dtype=torch.float32)
     heads = heads_launch(
-        _meta(tokens, width, dtype=shape.dtype), *norms, rope, tokens_T, tokens_T, *_pool(shape),
+        _meta(tokens, width, dtype=shape.dtype), q_norm, k_norm, rope, tokens_T, tokens_T, *_pool(shape),
         num_heads=shape.heads, qk_norm=shape.qk_norm, eps=1e-5,
     )  # fmt: skip
     yield Configuration("norm_rope_store", heads, 2 * tokens * width * element)
