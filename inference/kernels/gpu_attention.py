@@ -66,7 +66,7 @@ def attention_shape(*, group: int, head_dim: int, dtype: torch.dtype, decode: bo
     if dtype == torch.float32:  # computed without tensor cores, for tests and debugging
         return AttentionShape(block_m, 32, 8, 1)
     if not decode:
-        return AttentionShape(max(64, block_m), 64, 8, 2)
+        return AttentionShape(max(64, block_m), 64, 8, 3)
     return AttentionShape(block_m, 64, 4, 3) if head_dim <= 64 else AttentionShape(block_m, 32, 4, 4)
 
 
