@@ -78,7 +78,8 @@ class GpuSampler:
         limits: tuple[torch.Tensor, torch.Tensor] | None = None
         counts: tuple[torch.Tensor, torch.Tensor] | None = None
         if truncated or batch.penalized or batch.masked or batch.num_top_R:
-            x_RV = torch.empty((rows, vocab_size), device=self._device)
+            # Rows of whole vectors; what lies behind the vocabulary is -inf.
+            x_RV = torch.empty((rows, -(-vocab_size // 16) * 16), device=self._device)
             launches.append(
                 process_launch(
                     logits_RV, scales_R, penalties, count_rows_R, self._counts.counts_CV, masked_RE, x_RV, IN_PROMPT
@@ -93,7 +94,11 @@ class GpuSampler:
             torch.empty(rows, dtype=torch.int64, device=self._device), torch.empty((rows, 4), device=self._device)
         )
         run([*launches, *draw_launches(logits_RV, x_RV, scales_R, greedy_R, words_R2, limits, counts, draw)])
-        final = {row: _limited(x_RV[row], row, limits) for row, _ in batch.num_top_R} if x_RV is not None else {}
+        final = (
+            {row: _limited(x_RV[row, :vocab_size], row, limits) for row, _ in batch.num_top_R}
+            if x_RV is not None
+            else {}
+        )
         return draw, final
 
 

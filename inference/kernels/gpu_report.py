@@ -21,6 +21,7 @@ from inference.kernels.gpu_attention import AttentionStep, Tiles, attention_laun
 from inference.kernels.gpu_heads import heads_launch
 from inference.kernels.gpu_launch import Launch
 from inference.kernels.gpu_norm import ADD_AFTER, ADD_BEFORE, PLAIN, norm_launch, silu_launch
+from inference.kernels.gpu_sampler import CHUNK as VOCABULARY_CHUNK
 from inference.kernels.gpu_sampler import Draw, draw_launches, process_launch
 from inference.kernels.gpu_truncation import truncation_launch
 
@@ -169,7 +170,8 @@ def _rows(shape: Shape) -> Iterator[Configuration]:
 
 
 def _sampling(vocabulary: int) -> Iterator[Configuration]:
-    logits, x = (_meta(BATCH, vocabulary, dtype=torch.float32) for _ in "lx")
+    logits = _meta(BATCH, vocabulary, dtype=torch.float32)
+    x = _meta(BATCH, -(-vocabulary // 16) * 16, dtype=torch.float32)
     floats, integers = _meta(BATCH, dtype=torch.float32), _meta(BATCH)
     draw = Draw(_meta(BATCH, dtype=torch.int64), _meta(BATCH, 4, dtype=torch.float32))
     row_bytes = 4 * logits.numel()
@@ -179,8 +181,8 @@ def _sampling(vocabulary: int) -> Iterator[Configuration]:
     ruled = draw_launches(logits, x, floats, integers, words, limits, counts, draw)
     yield Configuration("draw", plain[0], row_bytes)
     yield Configuration("draw (all rules)", ruled[0], 2 * row_bytes)
-    yield Configuration("merge of chunks", plain[1], 32 * vocabulary * BATCH // 4096)
-    yield Configuration("merge of chunks (counted)", ruled[1], 32 * vocabulary * BATCH // 4096)
+    yield Configuration("merge of chunks", plain[1], 32 * vocabulary * BATCH // VOCABULARY_CHUNK)
+    yield Configuration("merge of chunks (counted)", ruled[1], 32 * vocabulary * BATCH // VOCABULARY_CHUNK)
     process = process_launch(
         logits, floats, _meta(BATCH, 3, dtype=torch.float32), integers, counts[1], _meta(BATCH, 3), x, 1 << 30
     )

@@ -20,7 +20,7 @@ import triton.language as tl
 
 from inference.kernels.gpu_launch import Launch
 
-CHUNK = 4096  # tokens a program looks at
+CHUNK = 2048  # tokens a program looks at
 _FIELDS = 7  # of a chunk: top, sum, raw top, raw sum, best score, its logit, its raw logit
 
 
@@ -45,16 +45,18 @@ def process_launch(
     """Logits after penalties (repetition, frequency, presence), masked ids and temperature.
 
     `count_rows_R` (int32) is -1 where there is no penalty, `masked_RE` (int32) where there is no id. Counts are int32:
-    how often a token stands in the output, plus `in_prompt` (a power of two) if it stands in the prompt.
+    how often a token stands in the output, plus `in_prompt` (a power of two) if it stands in the prompt. `out_RV` may
+    be wider than the vocabulary: what lies behind becomes -inf.
     """
     rows, size = logits_RV.shape
     assert logits_RV.stride(1) == 1 and out_RV.is_contiguous() and counts_CV.is_contiguous()
+    width = out_RV.shape[1]
     return Launch(
         _process,
-        (rows, triton.cdiv(size, CHUNK)),
+        (rows, triton.cdiv(width, CHUNK)),
         (
             logits_RV, scales_R, penalties_R3, count_rows_R, counts_CV, masked_RE, out_RV, logits_RV.stride(0), size,
-            masked_RE.shape[1],
+            width, masked_RE.shape[1],
         ),
         {"BLOCK": CHUNK, "IN_PROMPT": in_prompt},
         {"num_warps": 8, "num_stages": 1},
@@ -78,7 +80,7 @@ def draw_launches(
     """
     rows, size = logits_RV.shape
     chunks = triton.cdiv(size, CHUNK)
-    assert logits_RV.stride(1) == 1 and (x_RV is None or x_RV.stride() == (size, 1))
+    assert logits_RV.stride(1) == 1 and (x_RV is None or x_RV.stride(1) == 1)
     parts = torch.empty((rows, _FIELDS, chunks), dtype=torch.float32, device=logits_RV.device)
     part_ids = torch.empty((rows, chunks), dtype=torch.int32, device=logits_RV.device)
     thresholds_R, last_ids_R = limits or (scales_R, greedy_R)
@@ -89,7 +91,7 @@ def draw_launches(
             (rows, chunks),
             (
                 logits_RV, logits_RV if x_RV is None else x_RV, scales_R, greedy_R, words_R2, thresholds_R, last_ids_R,
-                parts, part_ids, logits_RV.stride(0), size,
+                parts, part_ids, logits_RV.stride(0), (logits_RV if x_RV is None else x_RV).stride(0), size,
             ),
             {"BLOCK": CHUNK, "PROCESSED": x_RV is not None, "LIMITED": limits is not None},
             {"num_warps": 8, "num_stages": 1},
@@ -115,6 +117,7 @@ def _process(
     out,
     step,
     size,
+    width,
     num_masked,
     BLOCK: tl.constexpr,
     IN_PROMPT: tl.constexpr,
@@ -132,7 +135,8 @@ def _process(
     x = tl.where(output > 0, x - penalty, x)
     for e in range(num_masked):
         x = tl.where(ids == tl.load(masked + row * num_masked + e), float("-inf"), x)
-    tl.store(out + row * size + ids, tl.div_rn(x, tl.load(scales + row)), mask=there)
+    x = tl.where(there, tl.div_rn(x, tl.load(scales + row)), float("-inf"))
+    tl.store(out + row * width + ids, x, mask=ids < width)
 
 
 @triton.jit
@@ -169,6 +173,7 @@ def _draw(
     parts,
     part_ids,
     step,
+    processed_step,
     size,
     BLOCK: tl.constexpr,
     PROCESSED: tl.constexpr,
@@ -182,7 +187,7 @@ def _draw(
     raw_top = tl.max(raw, 0)
     raw_sum = tl.sum(tl.exp(raw - tl.where(raw_top == float("-inf"), 0.0, raw_top)), 0)
     if PROCESSED:
-        x = tl.load(processed + row * size + ids, mask=there, other=float("-inf"))
+        x = tl.load(processed + row * processed_step + ids, mask=there, other=float("-inf"))
     else:
         x = tl.div_rn(raw, tl.load(scales + row))
     if LIMITED:

@@ -75,7 +75,7 @@ RULES = [
 
 def test_all_rules_together_over_steps(device: torch.device) -> None:
     """Counts live on the device: after each draw they must be what the sequence says."""
-    size = CHUNK + 100
+    size = 2 * CHUNK + 100
     sequences = sequences_of([SamplingParams(seed=3, **rules) for rules in RULES], [[7, 7, 4095]] * len(RULES))
     sampler = GpuSampler(size, device)
     for step in range(3):
