@@ -42,7 +42,9 @@ class Case:
 
     @property
     def tolerance(self) -> float:
-        return 1e-5 if self.dtype == torch.float32 else 2e-2
+        if self.dtype == torch.float32:
+            return 1e-5
+        return 2e-2 if torch.cuda.is_available() else 8e-2  # the interpreter cuts off where hardware rounds
 
 
 class World:

@@ -23,7 +23,7 @@ from inference.model.attention import attend as attend_torch
 from inference.model.gpu_decoder import make_tiles
 
 LAYOUTS = [(9, 3), (32, 8), (14, 2), (16, 16)]
-PREFILL = ((0, 23), (15, 2), (16, 1), (0, 1), (140, 9))
+PREFILL = ((0, 18), (15, 2), (16, 1), (0, 1), (66, 5))
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # heads, head size, dtype, window, splits, prefill, norm: each value of each column, no two rows alike
 SLICE = [
@@ -33,7 +33,7 @@ SLICE = [
     ((32, 8), 64, "fp32", 100, 2, False, "whole"),
     ((14, 2), 64, "fp32", None, 1, True, None),
     ((14, 2), 128, "fp32", 20, 1, True, "head"),
-    ((16, 16), 96, "fp32", None, 8, False, "whole"),
+    ((16, 16), 96, "fp32", None, 4, False, "whole"),
     ((16, 16), 128, "bf16", 33, 1, False, "whole"),
     ((9, 3), 64, "bf16", 17, 2, True, None),
 ]
