@@ -84,7 +84,7 @@ def test_everything_equals_the_torch_path(family: tuple[Path, Any], device: torc
     ]
     found = []
     for kernels in ("triton", "torch"):
-        llm = engine(family[0], device, kernels, kv_cache_tokens=48, max_num_seqs=3)
+        llm = engine(family[0], device, kernels, kv_cache_tokens=32, max_num_seqs=4)
         outs = llm.generate(PROMPTS, params)
         samples = [sample for out in outs for sample in out.samples]
         scores = llm.score([np.array(prompt) for prompt in PROMPTS])
