@@ -145,7 +145,7 @@ def test_two_ranks_equal_one(family: tuple[Path, Any], device: torch.device) -> 
 
 
 @pytest.mark.parametrize("family", ["llama"], indirect=True)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.soak)])
 def test_half_precision_is_close_to_float32(family: tuple[Path, Any], device: torch.device, dtype: str) -> None:
     tokens = [np.array(PROMPTS[0])]
     half = engine(family[0], device, dtype=dtype, max_tokens_per_step=64)
