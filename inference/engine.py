@@ -26,6 +26,7 @@ from inference.model.architecture import read_architecture
 from inference.model.load import eos_token_ids, load_decoder, resolve_folder
 from inference.model.sharding import check_divisible
 from inference.model.tensor_parallel import ALONE
+from inference.prompt_logprobs import record_prompt_logprobs
 from inference.request import Request, Sequence
 from inference.runner import Runner, RunnerConfig
 from inference.sampler import SamplingTable, sample
@@ -260,8 +261,7 @@ class Engine:
             flops, num_bytes = self._costs.step(batch)
             self.clock.totals.flops += flops
             self.clock.totals.bytes += num_bytes
-            if any(sequence.request.prompt_logprobs is not None for sequence, _ in plan.chunks):
-                self._record_prompt_logprobs(plan, hidden)
+            record_prompt_logprobs(plan, hidden, self.runner)
         drawing, logits = self._logits(plan, hidden)
         for sequence, count in plan.chunks:
             self.scheduler.computed(sequence, count)
@@ -289,21 +289,6 @@ class Engine:
                 prompt.hidden = hidden[last_tokens[drawing.index(prompt.leader)]].clone()
         kept = [prompt.hidden for _, prompt in plan.starts]
         return drawing + [sequence for sequence, _ in plan.starts], self.runner.logits(hidden, last_tokens, kept)
-
-    def _record_prompt_logprobs(self, plan: StepPlan, hidden: torch.Tensor) -> None:
-        start = 0
-        for sequence, count in plan.chunks:
-            known = sequence.request.prompt_logprobs
-            first = sequence.num_computed
-            # Only what is new: a sample that computes the prompt again finds its logprobs already there.
-            if known is not None and first + 1 <= len(known) < sequence.num_prompt:
-                skip = len(known) - first - 1
-                stop = min(first + count, sequence.num_prompt - 1)
-                targets = np.array(sequence.token_ids[first + skip + 1 : stop + 1], np.int64)
-                rows = hidden[start + skip : start + stop - first]
-                if len(targets):
-                    known.extend(self.runner.given_logprobs(rows, targets).tolist())
-            start += count
 
     def _retire(self, finished: list[Sequence]) -> None:
         if not finished:
