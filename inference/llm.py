@@ -137,8 +137,9 @@ class LLM:
     def step(self) -> list[RequestOutput]:
         """One engine step; the requests all of whose samples are finished now."""
         outputs, self._aborted = self._aborted, []
-        finished = {id(sequence.request): sequence.request for sequence in self.engine.step()}
-        return outputs + [self._output(request) for request in finished.values() if request.finished]
+        told = {output.request_id for output in outputs}
+        finished = {sequence.request.request_id: sequence.request for sequence in self.engine.step()}
+        return outputs + [self._output(r) for r in finished.values() if r.finished and r.request_id not in told]
 
     def has_unfinished(self) -> bool:
         return self.engine.has_unfinished or bool(self._aborted)
@@ -174,8 +175,10 @@ class LLM:
         return [int(token) for token in ids]
 
     def device_peaks(self) -> tuple[float, float, str]:
-        """(FLOP/s, bytes/s, where the figures come from) of what this engine runs on."""
-        return device_peaks(self.engine.decoder.device)
+        """(FLOP/s, bytes/s, where the figures come from) of what this engine runs on, all its devices together."""
+        flops, bandwidth, source = device_peaks(self.engine.decoder.device)
+        size = self.engine.decoder.ranks.size
+        return size * flops, size * bandwidth, source if size == 1 else f"{size} times {source}"
 
     def _add(
         self, prompt: list[int], params: SamplingParams, *, lengths: Items[int] | None = None, priority: int = 0

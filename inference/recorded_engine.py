@@ -36,26 +36,29 @@ class StepRecord:
 
 
 class WatchedEngine(Engine):
-    """Knows what its last step computed and drew."""
+    """Knows what its last step computed, and which tokens became known in it."""
 
-    last_step: StepRecord
+    def __init__(self, config: EngineConfig, *, initial_version: int = 0) -> None:
+        self.last_step = StepRecord()
+        super().__init__(config, initial_version=initial_version)
 
     def step(self) -> list[Sequence]:
         self.last_step = StepRecord()
         return super().step()
 
-    def _compute(self, plan: StepPlan) -> list[Sequence]:
-        record = self.last_step
-        record.computed = [(s.request.request_id, s.sample_index, count) for s, count in plan.chunks]
-        sequences = [sequence for sequence, _ in plan.chunks] + [sequence for sequence, _ in plan.starts]
-        lengths = [sequence.num_tokens for sequence in sequences]
-        finished = super()._compute(plan)
-        record.drawn = [
+    def _compute(self, plan: StepPlan) -> bool:
+        self.last_step.computed = [(s.request.request_id, s.sample_index, count) for s, count in plan.chunks]
+        return super()._compute(plan)
+
+    def _land(self, depth: int) -> None:
+        landing = list(self._flights)[: max(0, len(self._flights) - depth)]
+        before = {id(s): (s, s.num_tokens) for flight in landing for s in flight.drawing}
+        super()._land(depth)
+        self.last_step.drawn += [
             (s.request.request_id, s.sample_index, s.token_ids[length:])
-            for s, length in zip(sequences, lengths, strict=True)
+            for s, length in before.values()
             if s.num_tokens > length
         ]
-        return finished
 
 
 class RecordedEngine(WatchedEngine):
@@ -117,7 +120,7 @@ class RecordedEngine(WatchedEngine):
         if path.exists():
             return
         part = path.with_suffix(f".{os.getpid()}.part")
-        save_file({name: tensor.contiguous() for name, tensor in self.decoder.tensors.items()}, part)
+        save_file({name: tensor.contiguous() for name, tensor in self.whole_weights().items()}, part)
         part.replace(path)
 
     def _write(self, event: str, **what: Any) -> None:

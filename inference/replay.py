@@ -13,7 +13,6 @@ from typing import Any
 from safetensors.torch import load_file
 
 from inference.recorded_engine import WatchedEngine, weights_file
-from inference.staged_update import stage_tensors
 from olmorl.contract.errors import ConfigError
 from olmorl.contract.generation import EngineConfig, SamplingParams
 
@@ -75,8 +74,7 @@ def _update(engine: WatchedEngine, folder: Path, version: int, kv: Any) -> None:
     file = weights_file(folder, version)
     if not file.exists():
         raise ConfigError(f"{file} is missing: without the weights of version {version} the schedule ends here")
-    decoder = engine.decoder
-    engine.commit(stage_tensors(load_file(file).items(), decoder.specs, device=decoder.device), version, kv=kv)
+    engine.update_weights(load_file(file).items(), version, kv=kv)
 
 
 def _compare(event: dict[str, Any], engine: WatchedEngine, step: int) -> Divergence | None:

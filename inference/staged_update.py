@@ -4,11 +4,12 @@ An update is refused as a whole before it can touch a weight: names, shapes and 
 left for the moment between two engine steps is a copy in place.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 
+from inference.model.sharding import Shard
 from olmorl.contract.errors import WeightUpdateError
 from olmorl.contract.weights import TensorSpec, combine_checksums, tensor_checksum
 
@@ -22,10 +23,12 @@ class StagedUpdate:
     in_place: bool = False
     """the weights hold it already, and there is nothing to copy"""
 
-    def differs_from(self, weights: dict[str, torch.Tensor]) -> list[str]:
-        """Names of what `weights` holds otherwise, once they should hold this."""
+    def differs_from(self, weights: Mapping[str, torch.Tensor], shards: Mapping[str, Shard]) -> list[str]:
+        """Names of what `weights`, this rank's parts, hold otherwise, once they should hold this."""
         return [
-            name for name, tensor in self.tensors.items() if not torch.equal(tensor.to(weights[name]), weights[name])
+            name
+            for name, tensor in self.tensors.items()
+            if not torch.equal(shards[name].of(tensor).to(weights[name]), weights[name])
         ]
 
 

@@ -59,6 +59,8 @@ class WeightReceiver:
         """Both sides cut the same tensors by the same rule, so only the bound need be agreed on."""
         if staging not in STAGING:
             raise ConfigError(f"sync.staging is {staging!r}; it must be one of {', '.join(STAGING)}")
+        if staging == "none" and any(self._weights[spec.name].shape != spec.shape for spec in self.specs):
+            raise ConfigError("sync.staging = 'none' receives whole tensors into place: it needs tensor_parallel = 1")
         self._manifest = plan_buckets(self.specs, bucket_bytes=bucket_bytes)
         self.staging = self._pick(self._manifest.num_bytes) if staging == "auto" else staging
         self._drop_buffers()

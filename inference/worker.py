@@ -56,6 +56,7 @@ class InferenceWorker:
             peak_bandwidth=bandwidth,
             peak_source=source,
             tensors=decoder.specs,
+            devices=decoder.ranks.size,
         )
 
     def stats(self) -> dict[str, float]:
@@ -146,8 +147,10 @@ class InferenceWorker:
         decoder = self._engine.decoder
         with self._updating:
             received = self._receiver.take(version, checksums)
+            _translated(lambda: self._engine.share(received.update))
             stall_seconds = self._call(lambda: self._commit(received, kv))
-            wrong = received.update.differs_from(decoder.tensors)  # beside the next steps: they only read
+            # Beside the next steps: they only read.
+            wrong = received.update.differs_from(decoder.tensors, decoder.shards)
         if wrong:
             raise WeightUpdateError(
                 f"{len(wrong)} of {len(decoder.tensors)} tensors are not what was received, first {wrong[0]!r}: "
@@ -175,6 +178,8 @@ class InferenceWorker:
         """Answers while the process lives and its engine has not failed."""
         if self._thread.failure is not None:
             raise self._thread.failure
+        if self._engine.followers is not None:
+            self._engine.followers.check()
 
     def weights_checksum(self) -> str:
         """Over the weights in place, not over what was received."""
@@ -183,6 +188,8 @@ class InferenceWorker:
     def shutdown(self) -> None:
         self._thread.close()
         self._receiver.leave()
+        if self._engine.followers is not None:
+            self._engine.followers.close()
 
     def _commit(self, received: ReceivedUpdate, kv: KvPolicy) -> float:
         self._thread.add_stall(self._engine.commit(received.update, received.version, kv=kv))

@@ -15,9 +15,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from olmorl.metrics.jsonl_sink import read_metrics
 from olmorl.metrics.rollout_log import RolloutRow, read_rollouts
+
+if not torch.cuda.is_available():  # before anything imports Triton: its kernels then run in the interpreter
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart.toml"
 SMALL = (

@@ -25,9 +25,14 @@ def engine(
     max_tokens_per_step: int = 2048,
     max_model_len: int | None = None,
     prefix_caching: bool = True,
-    kernels: Annotated[str, typer.Option(help="auto, or torch: the definitions, uncompiled.")] = "auto",
+    kernels: Annotated[str, typer.Option(help="auto, triton, or torch: the definitions, uncompiled.")] = "auto",
     deterministic: Annotated[bool, typer.Option(help="Bitwise the same in any batch, or an error.")] = False,
     quantization: str | None = None,
+    overlap: Annotated[
+        bool | None, typer.Option(help="Launch a step before the last one's tokens are read; on a GPU if not given.")
+    ] = None,
+    cuda_graphs: Annotated[bool | None, typer.Option(help="Replay decode steps; on a GPU if not given.")] = None,
+    tensor_parallel_size: Annotated[int, typer.Option(help="Devices the model is divided among.")] = 1,
     seed: int = 0,
     threads: Annotated[int | None, typer.Option(help="CPU threads; all cores if not given.")] = None,
     published: Annotated[
@@ -54,6 +59,9 @@ def engine(
         "kernels": kernels,
         "deterministic": deterministic,
         "quantization": quantization,
+        "overlap": overlap,
+        "cuda_graphs": cuda_graphs,
+        "tensor_parallel_size": tensor_parallel_size,
         "seed": seed,
         "threads": threads,
     }

@@ -5,7 +5,7 @@ A field's docstring is its help text. What a section needs beyond its own fields
 
 import math
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -249,14 +249,23 @@ class InferenceSection(Section):
     """of a GPU's memory that a worker may take. With shares that sum to 1 at most, one GPU holds both roles"""
     max_num_seqs: int = Field(64, ge=1)
     """samples decoded at once by one worker"""
-    kv_cache_tokens: int = Field(65536, ge=1)
+    kv_cache_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] = 65536
+    """auto: as many as the worker's GPU has room for"""
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
+    """of the whole GPU, what a worker with kv_cache_tokens = "auto" may fill"""
     block_size: int = Field(16, ge=1)
     max_tokens_per_step: int = Field(2048, ge=1)
     prefix_caching: bool = True
     batching: Literal["continuous", "static"] = "continuous"
     """static: the slot of a finished sample stays empty until its whole batch is done; the baseline of comparisons"""
+    tensor_parallel: int = Field(1, ge=1)
+    """devices of one machine that each worker divides its model among"""
+    overlap: bool | None = None
+    """launch a step before the tokens of the last one are read; None: on a GPU"""
+    cuda_graphs: bool | None = None
+    """replay decode steps in place of launching them kernel by kernel; None: on a GPU"""
     threads: int | None = Field(None, ge=1)
-    """torch threads of a worker on CPU; None shares the cores between all workers"""
+    """torch threads of a worker on CPU, of each rank of it; None shares the cores between all"""
 
 
 class LearnerSection(Section):

@@ -30,7 +30,8 @@ class Fleet:
     def engine_peak(self) -> Peak:
         """Of one inference worker; all have the same device."""
         info = self.engine_infos[0]
-        return Peak(flops=info.peak_flops, bandwidth=info.peak_bandwidth)
+        devices = info.devices
+        return Peak(flops=devices * info.peak_flops, bandwidth=devices * info.peak_bandwidth, devices=devices)
 
     async def load(self, folder: Path, *, timeout: float) -> None:
         """Every learner rank takes weights and optimizer from a checkpoint."""
@@ -94,12 +95,16 @@ def engine_config(config: Config, placement: Placement, log_dir: Path | None = N
         dtype=resolve_dtype(config, placement.inference_device),
         device=placement.inference_device,
         max_num_seqs=section.max_num_seqs,
-        kv_cache_tokens=section.kv_cache_tokens,
+        kv_cache_tokens=None if section.kv_cache_tokens == "auto" else section.kv_cache_tokens,
+        gpu_memory_utilization=section.gpu_memory_utilization,
         block_size=section.block_size,
         max_tokens_per_step=section.max_tokens_per_step,
         max_model_len=config.max_model_tokens,
         prefix_caching=section.prefix_caching,
         batching=section.batching,
+        overlap=section.overlap,
+        cuda_graphs=section.cuda_graphs,
+        tensor_parallel_size=placement.tensor_parallel,
         seed=config.run.seed,
         threads=placement.inference_threads,
         gpu_share=section.gpu_share,

@@ -22,6 +22,8 @@ class Placement:
     learner_threads: int | None
     inference_gpu_share: float = 1.0
     learner_gpu_share: float = 1.0
+    tensor_parallel: int = 1
+    """devices of one inference worker: one bundle, so that they lie on one node"""
 
     @property
     def names(self) -> list[str]:
@@ -31,10 +33,11 @@ class Placement:
     @property
     def bundles(self) -> list[dict[str, float]]:
         """One for each worker, inference first."""
-        roles = [(self.inference_device, self.inference_gpu_share)] * self.inference_workers
-        roles += [(self.learner_device, self.learner_gpu_share)] * self.learner_workers
+        inference = _bundle(self.inference_device, self.tensor_parallel, self.inference_gpu_share)
+        learner = _bundle(self.learner_device, 1, self.learner_gpu_share)
         return [
-            {"CPU": CPUS_PER_GPU_WORKER, "GPU": share} if device == "cuda" else {"CPU": 1} for device, share in roles
+            *([inference] * self.inference_workers),
+            *([learner] * self.learner_workers),
         ]
 
     @property
@@ -47,8 +50,9 @@ class Placement:
         return math.ceil(sum(bundle.get("GPU", 0) for bundle in self.bundles) - 1e-6)
 
     def describe(self) -> str:
+        ranks = f"{self.tensor_parallel} " if self.tensor_parallel > 1 else ""
         return (
-            f"{self.inference_workers} inference x {self.inference_device}, "
+            f"{self.inference_workers} inference x {ranks}{self.inference_device}, "
             f"{self.learner_workers} learner x {self.learner_device}: {self.cpus} CPU, {self.gpus} GPU"
         )
 
@@ -59,7 +63,8 @@ class Placement:
             if wanted > there:
                 raise PlacementError(
                     f"this run needs {wanted} {kind}s ({self.describe()}) and the cluster has {there:g}: "
-                    f"{wanted - there:g} missing. Lower inference.workers or learner.workers, "
+                    f"{wanted - there:g} missing. Lower inference.workers, inference.tensor_parallel or "
+                    f"learner.workers, "
                     f"set their device to 'cpu', or add nodes"
                 )
 
@@ -70,9 +75,10 @@ def plan_placement(config: Config, *, gpus_here: int | None = None) -> Placement
     inference, learner = config.inference, config.learner
     inference_device = _device(inference.device, gpus)
     learner_device = _device(learner.device, gpus)
+    ranks = inference.workers * inference.tensor_parallel
     on_cpu = sum(
-        section.workers
-        for section, device in ((inference, inference_device), (learner, learner_device))
+        processes
+        for processes, device in ((ranks, inference_device), (learner.workers, learner_device))
         if device == "cpu"
     )
     share = max(1, (os.cpu_count() or 1) // max(1, on_cpu))
@@ -85,7 +91,12 @@ def plan_placement(config: Config, *, gpus_here: int | None = None) -> Placement
         learner_threads=learner.threads or (share if learner_device == "cpu" else None),
         inference_gpu_share=inference.gpu_share,
         learner_gpu_share=learner.gpu_share,
+        tensor_parallel=inference.tensor_parallel,
     )
+
+
+def _bundle(device: str, ranks: int, gpu_share: float) -> dict[str, float]:
+    return {"CPU": CPUS_PER_GPU_WORKER * ranks, "GPU": ranks * gpu_share} if device == "cuda" else {"CPU": ranks}
 
 
 def _device(wanted: Device, gpus: int) -> Literal["cpu", "cuda"]:

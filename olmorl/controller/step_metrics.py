@@ -95,7 +95,7 @@ def add_engines(bag: MetricBag, before: Stats, after: Stats, *, peak: Peak, seco
     total = {name: sum(since(before.get(w, {}), after[w], name) for w in after) for name in _COUNTERS}
     rate = total["output_tokens"] / seconds
     bag.add("throughput/tokens_per_second", rate, reduce="last")
-    bag.add("throughput/tokens_per_second_per_device", rate / max(1, len(after)), reduce="last")
+    bag.add("throughput/tokens_per_second_per_device", rate / max(1, len(after) * peak.devices), reduce="last")
     for worker, counters in after.items():
         used = utilization(before.get(worker, {}), counters, peak=peak)
         bag.add("throughput/inference_mfu", used.mfu)

@@ -41,10 +41,23 @@ def test_one_gpu_may_hold_both_roles(quickstart_config: MakeConfig) -> None:
         sync_transport(mapped, plan_placement(mapped, gpus_here=2))
 
 
+def test_the_ranks_of_a_worker_lie_in_one_bundle_and_so_on_one_node(quickstart_config: MakeConfig) -> None:
+    overrides = ("inference.workers=2", "inference.tensor_parallel=4")
+    placement = plan_placement(quickstart_config(*overrides), gpus_here=9)
+    assert placement.bundles == [{"CPU": 4, "GPU": 4}] * 2 + [{"CPU": 1, "GPU": 1}]
+    assert (placement.cpus, placement.gpus, len(placement.names)) == (9, 9, 3)
+    with pytest.raises(PlacementError, match=r"needs 9 GPUs \(2 inference x 4 cuda, .*inference.tensor_parallel"):
+        placement.check({"CPU": 64, "GPU": 8})
+    placement = plan_placement(quickstart_config("learner.device=cpu", *overrides), gpus_here=0)
+    assert placement.bundles == [{"CPU": 4}] * 2 + [{"CPU": 1}]
+
+
 def test_cpu_workers_share_the_cores(quickstart_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 9)
     placement = plan_placement(quickstart_config("inference.workers=3", "learner.threads=2"), gpus_here=0)
     assert (placement.inference_threads, placement.learner_threads) == (2, 2)
+    several = plan_placement(quickstart_config("inference.workers=1", "inference.tensor_parallel=3"), gpus_here=0)
+    assert several.inference_threads == 2
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     assert plan_placement(quickstart_config("inference.workers=3"), gpus_here=0).inference_threads == 1
 
