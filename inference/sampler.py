@@ -36,8 +36,8 @@ class SamplingBatch:
     """rows with a penalty"""
     masked: list[tuple[int, list[int]]] = field(default_factory=list)
     """rows that must not draw some ids yet (min_tokens)"""
-    num_top_R: list[tuple[int, int]] = field(default_factory=list)
-    """rows that want this many likeliest tokens"""
+    num_top_R: list[tuple[int, int, bool]] = field(default_factory=list)
+    """rows that want this many likeliest tokens, and whether by the untouched logits"""
 
     @property
     def truncated_R(self) -> np.ndarray:
@@ -111,7 +111,7 @@ class SamplingTable:
             if sequence.num_output < params.min_tokens and sequence.request.stop_ids:
                 batch.masked.append((index, sorted(sequence.request.stop_ids)))
             if params.logprobs:
-                batch.num_top_R.append((index, params.logprobs))
+                batch.num_top_R.append((index, params.logprobs, params.logprobs_mode == "raw"))
         return batch
 
 
@@ -141,7 +141,10 @@ def sample(logits_RV: torch.Tensor, batch: SamplingBatch, team: Team | None = No
     final = {row: final_SV[index] for index, row in enumerate(rows_S.tolist())}
     logprobs_2R = drawn.scores_2R - drawn.lse_2R
     top = {}
-    for row, k in batch.num_top_R:
+    for row, k, raw in batch.num_top_R:
+        if raw:
+            top[row] = likeliest(logits_RV[row], float(drawn.lse_2R[1, row]), k)
+            continue
         x_V = final.get(row)
         x_V = logits_RV[row] / float(_scales(batch)[row]) if x_V is None else x_V
         top[row] = likeliest(x_V, float(drawn.lse_2R[0, row]), k)
@@ -205,7 +208,12 @@ def sample_torch(logits_RV: torch.Tensor, batch: SamplingBatch) -> Sampled:
         logprobs_R.cpu().numpy(),
         raw_R.cpu().numpy(),
         ~(torch.isfinite(raw_lse_R) & torch.isfinite(lse_R)).cpu().numpy(),
-        {row: likeliest(final_RV[row], float(lse_R[row]), k) for row, k in batch.num_top_R},
+        {
+            row: likeliest(logits_RV[row], float(raw_lse_R[row]), k)
+            if raw
+            else likeliest(final_RV[row], float(lse_R[row]), k)
+            for row, k, raw in batch.num_top_R
+        },
     )
 
 

@@ -52,6 +52,7 @@ class InferenceWorker:
             peak_bandwidth=bandwidth,
             peak_source=source,
             tensors=decoder.specs,
+            max_prompt_tokens=self._engine.max_prompt_tokens,
         )
 
     # Samples

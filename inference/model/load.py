@@ -41,7 +41,7 @@ def load_decoder(
     length = arch.max_positions if max_model_len is None else max_model_len
     decoder = Decoder(arch, dtype=DTYPES[dtype], device=torch.device(device), max_model_len=length, kernels=kernels)
     missing = set(decoder.tensors)
-    for name, tensor in _stored_tensors(folder):
+    for name, tensor in stored_tensors(folder):
         if name.endswith(_IGNORED) or (name == "lm_head.weight" and arch.tied):
             continue
         target = decoder.tensors.get(name)
@@ -66,7 +66,8 @@ def eos_token_ids(folder: Path) -> tuple[int, ...]:
     return ()
 
 
-def _stored_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+def stored_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a Hugging Face folder, one by one. Raises ModelError."""
     for path in _shards(folder):
         try:
             with safe_open(path, framework="pt") as file:

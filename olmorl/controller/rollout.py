@@ -6,7 +6,7 @@ sample index under a new lease. A sample whose lease is not the one its request 
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -119,15 +119,23 @@ class RolloutService:
     # Requests
 
     async def generate(
-        self, request_id: str, prompt_token_ids: np.ndarray, params: SamplingParams, *, priority: int = 0
+        self,
+        request_id: str,
+        prompt_token_ids: np.ndarray,
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        sample_indices: Collection[int] | None = None,
     ) -> AsyncGenerator[list[RolloutSample], None]:
-        """Yields the params.n samples of one prompt as they finish, some at a time. Who may stop early closes it."""
+        """Yields the params.n samples of one prompt, or those of `sample_indices`, as they finish, some at a time.
+        Who may stop early closes it."""
         await self._gate.until(lambda: self._open or priority < 0)
         assert request_id not in self._issued, f"request {request_id} is already in flight"
-        issued = _Issued(request_id, prompt_token_ids, params, priority, missing=set(range(params.n)))
+        wanted = range(params.n) if sample_indices is None else sample_indices
+        issued = _Issued(request_id, prompt_token_ids, params, priority, missing=set(wanted))
         self._issued[request_id] = issued
         self._issue(issued)
-        undelivered = params.n
+        undelivered = len(wanted)
         try:
             while undelivered:
                 samples = [await issued.inbox.get()]

@@ -43,9 +43,14 @@ class Example:
     """names the row's rewards in the metrics"""
 
 
-def read_example(row: Row, *, place: str, source: str, columns: Columns | None = None) -> Example:
-    """`source` names the data source of rows that name none. Raises DataError."""
+def read_example(
+    row: Row, *, place: str, source: str, columns: Columns | None = None, needs_answer: bool = True
+) -> Example:
+    """`source` names the data source of rows that name none. Without `needs_answer` the prompt alone is read, and no
+    completion can be scored. Raises DataError."""
     columns = columns or Columns()
+    if not needs_answer:
+        return _read_prompt_alone(row, place, source, columns)
     if columns.prompt is None and columns.answer is None:
         if "messages" in row and "dataset" in row:
             return _read_open_instruct(row, place)
@@ -88,6 +93,17 @@ def _find_column(row: Row, wanted: str | None, known: Sequence[str], place: str)
             f"{'; '.join(DIALECTS)}. Other names can be given as prompt_column and answer_column of the data source"
         )
     return found
+
+
+def _read_prompt_alone(row: Row, place: str, source: str, columns: Columns) -> Example:
+    in_open_instruct = columns.prompt is None and "messages" in row and "dataset" in row
+    column = "messages" if in_open_instruct else _find_column(row, columns.prompt, PROMPT_COLUMNS, place)
+    named = row.get("dataset") if in_open_instruct else row.get("data_source")
+    return Example(
+        prompt=_read_prompt(row[column], column, place),
+        checks=(),
+        data_source=named if isinstance(named, str) and named else source,
+    )
 
 
 def _read_open_instruct(row: Row, place: str) -> Example:

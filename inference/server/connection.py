@@ -1,0 +1,72 @@
+"""One HTTP connection, and what it may cost: uvicorn's protocol with bounds that a hostile client cannot stretch.
+
+A request head must come whole within `HEAD_SECONDS` and `HEAD_BYTES`; a client that reads nothing of its answer for
+`STALL_SECONDS` is cut off. Until then it holds its own connection up and nothing else.
+"""
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+HEAD_SECONDS = 30.0
+HEAD_BYTES = 64 << 10
+STALL_SECONDS = 60.0
+
+
+class Connection(HttpToolsProtocol):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._stall_timer: asyncio.TimerHandle | None = None
+        self._head_bytes = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._disarm()
+        super().connection_lost(exc)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._expect_head()
+
+    def on_url(self, url: bytes) -> None:
+        self._count(url)
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count(name, value)
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+        super().on_headers_complete()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stall_timer = self.loop.call_later(STALL_SECONDS, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+        super().resume_writing()
+
+    def _expect_head(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+        self._head_bytes = 0
+        self._head_timer = self.loop.call_later(HEAD_SECONDS, self.transport.abort)
+
+    def _count(self, *parts: bytes) -> None:
+        self._head_bytes += sum(map(len, parts))
+        if self._head_bytes > HEAD_BYTES:
+            raise ValueError(f"a request head of more than {HEAD_BYTES} bytes")  # the parser turns it into a 400
+
+    def _disarm(self) -> None:
+        for timer in (self._head_timer, self._stall_timer):
+            if timer is not None:
+                timer.cancel()
