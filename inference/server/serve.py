@@ -6,6 +6,7 @@ import resource
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Iterator
 from types import FrameType
 
@@ -16,7 +17,7 @@ from inference.server.app import Server
 from inference.server.connection import Connection
 from inference.server.options import ServerOptions
 from olmorl.contract.errors import ConfigError
-from olmorl.contract.generation import EngineConfig
+from olmorl.contract.generation import EngineConfig, SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -29,15 +30,25 @@ def serve(config: EngineConfig, options: ServerOptions) -> None:
     listener = _bind(options)
     with contextlib.closing(listener):
         _raise_file_limit()
-        engine = Engine(config)
-        server = Server(engine, options)
         host, port = listener.getsockname()[:2]
         where = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        _Uvicorn(server, where).run(sockets=[listener])
+        engine = Engine(config)
+        warm_up(engine)
+        server = Server(engine, options)
+        HttpServer(server, on_start=f"serving {server.model} at {where}/v1 (Ctrl-C ends)").run(sockets=[listener])
 
 
-class _Uvicorn(uvicorn.Server):
-    def __init__(self, server: Server, where: str) -> None:
+def warm_up(engine: Engine) -> None:
+    """Compile what the first request would otherwise wait for."""
+    engine.add("warm-up", [0], SamplingParams(n=2, max_tokens=2, ignore_eos=True))
+    while engine.has_unfinished:
+        engine.step()
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn with our connections. It drains on a signal, or when `should_exit` is set."""
+
+    def __init__(self, server: Server, *, on_start: str) -> None:
         super().__init__(
             uvicorn.Config(
                 server.app(),
@@ -51,15 +62,18 @@ class _Uvicorn(uvicorn.Server):
                 timeout_graceful_shutdown=max(1, round(server.options.drain_seconds)),
             )
         )
-        self._message = f"serving {server.model} at {where}/v1 (Ctrl-C ends)"
+        self._on_start = on_start
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        print(self._message, file=sys.stderr, flush=True)
+        print(self._on_start, file=sys.stderr, flush=True)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """uvicorn raises a signal again once it has obeyed it, and a drained server would look interrupted."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
         before = {number: signal.signal(number, self.handle_exit) for number in SIGNALS}
         try:
             yield

@@ -1,4 +1,4 @@
-"""The files of a rollout: rows go to disk as they come, a kill loses none that was written, and a file has so many rows.
+"""The files of a rollout: rows go to disk as they come, a kill loses none of them, and a file holds so many.
 
 Files are `name.jsonl`, `name-00001.jsonl`, ...; the last one grows line by line. A parquet file cannot grow, so its
 rows are collected as lines in `.name.parquet.rows` and turned into parquet when it is full, or at the end.
