@@ -39,20 +39,20 @@ class Server:
         self.metrics = ServerMetrics(self.model)
         self.generations: Generations
         self._completions: Completions
-        self._operator: Operator
+        self._operator = Operator(lambda: self.generations)
 
     def app(self) -> ASGIApp:
         routes = [
             Route("/health", self._health),
-            Route("/version", lambda request: self._operator.version(request)),
+            Route("/version", self._operator.version),
             Route("/metrics", self._metrics),
             Route("/v1/models", self._models),
             Route("/v1/models/{model:path}", self._one_model),
             Route("/v1/completions", _Plain(lambda *asgi: self._completions.complete(*asgi)), methods=["POST"]),
             Route("/v1/chat/completions", _Plain(lambda *asgi: self._completions.chat(*asgi)), methods=["POST"]),
-            Route("/pause", lambda request: self._operator.pause(request), methods=["POST"]),
-            Route("/resume", lambda request: self._operator.resume(request), methods=["POST"]),
-            Route("/update_weights", lambda request: self._operator.update_weights(request), methods=["POST"]),
+            Route("/pause", self._operator.pause, methods=["POST"]),
+            Route("/resume", self._operator.resume, methods=["POST"]),
+            Route("/update_weights", self._operator.update_weights, methods=["POST"]),
         ]
         handlers: dict[Any, Any] = {Refusal: self._refuse, HTTPException: self._refuse_route, Exception: self._fail}
         app = Starlette(routes=routes, exception_handlers=handlers, lifespan=self._lifespan)
@@ -62,7 +62,6 @@ class Server:
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
         self.generations = Generations(self.engine, max_samples=self.options.max_samples, on_end=self.metrics.ended)
         self._completions = Completions(self.generations, options=self.options, model=self.model)
-        self._operator = Operator(self.generations)
         self.metrics.watch(self.generations)
         await self._completions.warm_up()
         try:

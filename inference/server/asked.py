@@ -54,6 +54,7 @@ _HARMLESS = {
 }
 
 Count = Annotated[StrictInt, Field(ge=1, lt=SEEDS)]
+Number = Annotated[float, Field(ge=-1e30, le=1e30)]  # beyond that it is no float32
 TokenId = Annotated[StrictInt, Field(ge=0, lt=1 << 31)]
 
 
@@ -69,13 +70,13 @@ class Body(BaseModel):
 
     model: str | None = None
     n: Count | None = None
-    temperature: float | None = None
-    top_p: float | None = None
+    temperature: Number | None = None
+    top_p: Number | None = None
     top_k: Annotated[StrictInt, Field(ge=-1, lt=1 << 31)] | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
+    min_p: Number | None = None
+    repetition_penalty: Number | None = None
+    frequency_penalty: Number | None = None
+    presence_penalty: Number | None = None
     max_tokens: Count | None = None
     min_tokens: Annotated[StrictInt, Field(ge=0, lt=SEEDS)] | None = None
     stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None

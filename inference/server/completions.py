@@ -50,6 +50,8 @@ class Completions:
         self._tokenizer = Tokenizer(generations.engine.folder)
         self._texts = TokenTexts(generations.engine.tokenizer)
         self._chats = ChatPrompts(self._tokenizer, max_prompt_tokens=generations.engine.max_prompt_tokens)
+        self._num_encoding = 0
+        """samples admitted whose prompts are being encoded"""
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="encode")
 
     async def warm_up(self) -> None:
@@ -67,8 +69,8 @@ class Completions:
         wanted = Wanted.of(body)
         params = body.params(max_tokens=16, num_logprobs=wanted.num_top)
         prompts = body.prompts
-        self._admit(len(prompts) * params.n)
-        encoded = [await self._encode(partial(self._encode_text, p)) if isinstance(p, str) else p for p in prompts]
+        with self._admitted(len(prompts) * params.n):
+            encoded = [await self._encode(partial(self._encode_text, p)) if isinstance(p, str) else p for p in prompts]
         seconds = deadline_seconds(body, self._options.request_seconds)
         await self._answer(Work(encoded, params, wanted, seconds, CompletionAnswer), scope, receive, send)
 
@@ -80,10 +82,9 @@ class Completions:
             body.max_tokens = body.max_completion_tokens
         params = body.params(max_tokens=self._generations.engine.max_model_len, num_logprobs=wanted.num_top)
         messages = body.plain_messages
-        self._admit(params.n)
-        prompt = await self._encode(
-            lambda: self._chats.encode(messages, tools=body.plain_tools, options=body.chat_template_kwargs or {})
-        )
+        with self._admitted(params.n):
+            options = body.chat_template_kwargs or {}
+            prompt = await self._encode(partial(self._chats.encode, messages, tools=body.plain_tools, options=options))
         seconds = deadline_seconds(body, self._options.request_seconds)
         await self._answer(Work([prompt.token_ids], params, wanted, seconds, ChatAnswer, prompt), scope, receive, send)
 
@@ -96,12 +97,19 @@ class Completions:
                 code="model_not_found",
             )
 
-    def _admit(self, num_samples: int) -> None:
+    @contextmanager
+    def _admitted(self, num_samples: int) -> Iterator[None]:
+        """Their place is kept while their prompts are encoded; whoever starts them then must not wait in between."""
         limit = self._generations.max_samples
         if num_samples > limit:
             raise Refusal(400, f"n = {num_samples} samples in one request; this server holds {limit}", param="n")
-        if self._generations.num_held + num_samples > limit:
+        if self._generations.num_held + self._num_encoding + num_samples > limit:
             raise Refusal(429, f"{limit} samples are held already; try again later", code="queue_full")
+        self._num_encoding += num_samples
+        try:
+            yield
+        finally:
+            self._num_encoding -= num_samples
 
     async def _encode(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._encoder, work)
@@ -113,7 +121,6 @@ class Completions:
         return self._tokenizer.encode(text)
 
     async def _answer(self, work: Work, scope: Scope, receive: Receive, send: Send) -> None:
-        self._admit(len(work.prompts) * work.params.n)  # again: others came while the prompts were encoded
         with self._started(work) as generations:
             if work.wanted.stream:
                 await unless_gone(self._stream(work, generations, send), receive)

@@ -1,6 +1,7 @@
 """The routes of operators: weights, pause and resume, version."""
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -28,8 +29,8 @@ class UpdateBody(BaseModel):
 
 
 class Operator:
-    def __init__(self, generations: Generations) -> None:
-        self._generations = generations
+    def __init__(self, generations: Callable[[], Generations]) -> None:
+        self._get_generations = generations
         self._updating = asyncio.Lock()
 
     async def version(self, request: Request) -> Response:
@@ -66,6 +67,10 @@ class Operator:
             except WorkerError as error:
                 raise Refusal(503, str(error)) from None
         return JSONResponse({"version": body.version, "stall_seconds": stall})
+
+    @property
+    def _generations(self) -> Generations:
+        return self._get_generations()
 
     @property
     def _engine(self) -> Engine:

@@ -19,5 +19,7 @@ def test_docstrings(module: str, model_folder: str) -> None:
 def test_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     root = Path(__file__).parents[2]
     monkeypatch.chdir(root)
-    result = doctest.testfile(str(root / "docs" / "inference.md"), module_relative=False, optionflags=doctest.REPORT_NDIFF)
+    result = doctest.testfile(
+        str(root / "docs" / "inference.md"), module_relative=False, optionflags=doctest.REPORT_NDIFF
+    )
     assert result.attempted > 20 and result.failed == 0

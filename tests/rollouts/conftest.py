@@ -10,7 +10,6 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from inference.worker import InferenceWorker
 from olmorl.config.schema import RewardSection, SourceSection
 from olmorl.contract.errors import ConfigError
 from olmorl.contract.generation import EngineConfig, SamplingParams
@@ -41,6 +40,8 @@ class InProcess:
 
 
 def start_engine(name: str) -> InProcess:
+    from inference.worker import InferenceWorker  # torch, which most of these tests do without
+
     config = EngineConfig(
         model=MODEL, max_num_seqs=8, kv_cache_tokens=2048, max_model_len=100, threads=1, deterministic=True
     )
