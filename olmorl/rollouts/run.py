@@ -111,21 +111,11 @@ def _plan(job: RolloutJob) -> tuple[Placement, EngineConfig]:
 
 def _begin(job: RolloutJob, files: RolloutFiles) -> tuple[Tally, int]:
     """What is there already, and the number of this attempt."""
-    tally, attempt = Tally(job.params.n), 1
+    tally = Tally(job.params.n)
     if not files.exists:
         files.begin(job.identity)
-        return tally, attempt
-    for row in files.resume(job.identity):
-        attempt = max(attempt, row["attempt"] + 1)
-        tally.add(
-            int(row["prompt_id"].rpartition("_")[2]),
-            row["sample"],
-            prompt_token_ids=row["prompt_token_ids"],
-            num_tokens=len(row["token_ids"]),
-            finish_reason=row["finish_reason"],
-            reward=row["reward"],
-            verdict=row["verdict"],
-        )
+        return tally, 1
+    attempt = tally.recount(files.resume(job.identity)) + 1
     log.info("%s: %d samples are there", job.out, tally.num_samples)
     return tally, attempt
 

@@ -6,6 +6,7 @@ Prompts are known by their row. What an earlier attempt wrote is counted in the 
 import zlib
 from array import array
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,22 @@ class Tally:
             self._scored[index] += 1
             self._solved[index] += reward >= 1
         return True
+
+    def recount(self, rows: Iterable[Mapping[str, Any]]) -> int:
+        """Add what an output holds already; the number of its newest attempt, 0 if it is empty."""
+        attempt = 0
+        for row in rows:
+            attempt = max(attempt, row["attempt"])
+            self.add(
+                int(row["prompt_id"].rpartition("_")[2]),
+                row["sample"],
+                prompt_token_ids=np.array(row["prompt_token_ids"], np.int32),
+                num_tokens=len(row["token_ids"]),
+                finish_reason=row["finish_reason"],
+                reward=row["reward"],
+                verdict=row["verdict"],
+            )
+        return attempt
 
     def missing(self, prompt: Prompt) -> tuple[int, ...]:
         """Samples of `prompt` that are not there. Raises ConfigError if those that are there are of another prompt."""

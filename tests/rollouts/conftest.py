@@ -83,17 +83,9 @@ def roll_out(
     files = StoppingFiles(job.out, rows_per_file=job.rows_per_file)
     tally = Tally(job.params.n)
     if files.exists:
-        for row in files.resume(job.identity):
-            counted = tally.add(
-                int(row["prompt_id"].rpartition("_")[2]),
-                row["sample"],
-                prompt_token_ids=np.array(row["prompt_token_ids"]),
-                num_tokens=len(row["token_ids"]),
-                finish_reason=row["finish_reason"],
-                reward=row["reward"],
-                verdict=row["verdict"],
-            )
-            assert counted, "a row is there twice"
+        rows_there = list(files.resume(job.identity))
+        tally.recount(rows_there)
+        assert tally.num_samples == len(rows_there), "a row is there twice"
     else:
         files.begin(job.identity)
     files.rows_left = 10**9 if rows is None else rows

@@ -73,6 +73,21 @@ class Running:
             assert time.monotonic() < deadline
             time.sleep(0.002)
 
+    def gate_steps(self, monkeypatch: pytest.MonkeyPatch, permits: int) -> threading.Semaphore:
+        """The engine makes so many steps and then waits, inside the next one, for more permits."""
+        gate, step = threading.Semaphore(permits), self.engine.step
+
+        def gated() -> Any:
+            assert gate.acquire(timeout=60)
+            return step()
+
+        monkeypatch.setattr(self.engine, "step", gated)
+        return gate
+
+    def wait_for_command(self) -> None:
+        """Until something waits for the end of the engine's step."""
+        self.wait_for(lambda: self.server.generations.thread._commands)
+
     def assert_idle(self) -> None:
         """No request, slot or block is held once all clients are gone."""
         self.wait_for(lambda: not self.engine.requests and self.server.generations.num_held == 0)
