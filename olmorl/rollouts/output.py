@@ -53,10 +53,14 @@ class RolloutFiles:
     def exists(self) -> bool:
         return self._sealed(0).exists() or self._growing(0).exists()
 
-    def begin(self, identity: dict[str, Any]) -> None:
-        """A new output. Raises ConfigError if there is one."""
+    def refuse_existing(self) -> None:
+        """Raises ConfigError if there is an output of this name."""
         if self.exists:
             raise ConfigError(f"{self._path} is there already; continue it with --resume, or choose another --out")
+
+    def begin(self, identity: dict[str, Any]) -> None:
+        """A new output."""
+        self.refuse_existing()
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self.settings_file.write_text(json.dumps(identity, indent=1) + "\n")
 

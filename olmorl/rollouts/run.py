@@ -5,15 +5,14 @@ import json
 import logging
 import os
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from inference.model.architecture import read_architecture
 from olmorl.config.schema import RewardSection
 from olmorl.contract.errors import ConfigError
-from olmorl.contract.generation import EngineConfig, WorkerInfo
+from olmorl.contract.generation import EngineConfig
 from olmorl.controller.background import Background, first_cause
 from olmorl.controller.cluster import Cluster, check_placement
 from olmorl.controller.placement import Placement, count_gpus
@@ -35,11 +34,47 @@ log = logging.getLogger(__name__)
 QUEUE = 1.25  # times the slots of the engines are kept filled with samples, so that a free one never waits for us
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Inputs:
+    """Everything that is known before an engine starts, so that bad input costs no start."""
+
+    engine: EngineConfig
+    placement: Placement
+    encoder: PromptEncoder
+    section: RewardSection
+    verifiers: tuple[str, ...]
+    total: int | None
+    """prompts, where that is known"""
+
+
 def run_rollout(job: RolloutJob) -> dict[str, Any]:
-    """Returns what the summary file holds. Bad input costs no start of an engine."""
+    """Returns what the summary file holds."""
     files = RolloutFiles(job.out, rows_per_file=job.rows_per_file)
-    if not job.resume and files.exists:
-        files.begin(job.identity)  # says so
+    if not job.resume:
+        files.refuse_existing()
+    inputs = _load_inputs(job)
+    tally, attempt = _begin(job, files)
+    figures: dict[str, Any] = {}
+    complete = False
+    try:
+        if inputs.total is None or tally.num_samples < inputs.total * job.params.n:
+            cluster = Cluster(
+                inputs.placement,
+                address=job.address,
+                log_dir=Path(f"{job.out}.logs").absolute(),
+                start_timeout=START_SECONDS,
+            )
+            with cluster:
+                figures = asyncio.run(_roll_out(job, inputs, cluster, files=files, tally=tally, attempt=attempt))
+        complete = True
+    finally:
+        files.close(complete=complete)
+    summary = {**tally.summary(), **figures}
+    files.summary_file.write_text(json.dumps(summary, indent=1) + "\n")
+    return summary
+
+
+def _load_inputs(job: RolloutJob) -> _Inputs:
     if os.path.isdir(job.engine.model):
         read_architecture(Path(job.engine.model))
     encoder = PromptEncoder(
@@ -49,32 +84,16 @@ def run_rollout(job: RolloutJob) -> dict[str, Any]:
     )
     next(read_source(job.prompts, needs_answer=job.verifier is not None), None)
     section = RewardSection(workers=job.verifier_workers, timeout_seconds=job.verifier_timeout)
-    verifiers = _verifiers(job, section)
     placement, engine = _plan(job)
     check_placement(placement, address=job.address)
-    tally, attempt = _begin(job, files)
-    total = count_rows(job.prompts)
-    complete = False
-    try:
-        if total is None or tally.num_samples < total * job.params.n:
-            cluster = Cluster(
-                placement,
-                address=job.address,
-                log_dir=Path(f"{job.out}.logs").absolute(),
-                start_timeout=START_SECONDS,
-            )
-            with cluster:
-                figures = asyncio.run(
-                    _roll_out(job, engine, cluster, encoder, verifiers, section, files, tally, attempt, total)
-                )
-        else:
-            figures = {}
-        complete = True
-    finally:
-        files.close(complete=complete)
-    summary = {**tally.summary(), **figures}
-    files.summary_file.write_text(json.dumps(summary, indent=1) + "\n")
-    return summary
+    return _Inputs(
+        engine=engine,
+        placement=placement,
+        encoder=encoder,
+        section=section,
+        verifiers=_verifiers(job, section),
+        total=count_rows(job.prompts),
+    )
 
 
 def _verifiers(job: RolloutJob, section: RewardSection) -> tuple[str, ...]:
@@ -121,32 +140,24 @@ def _begin(job: RolloutJob, files: RolloutFiles) -> tuple[Tally, int]:
 
 
 async def _roll_out(
-    job: RolloutJob,
-    config: EngineConfig,
-    cluster: Cluster,
-    encoder: PromptEncoder,
-    verifiers: Sequence[str],
-    section: RewardSection,
-    files: RolloutFiles,
-    tally: Tally,
-    attempt: int,
-    total: int | None,
+    job: RolloutJob, inputs: _Inputs, cluster: Cluster, *, files: RolloutFiles, tally: Tally, attempt: int
 ) -> dict[str, Any]:
-    engines = Engines(cluster, config, workers=job.workers)
+    """Figures of this attempt."""
+    engines = Engines(cluster, inputs.engine, workers=job.workers)
     service = RolloutService(on_lost=engines.lost)
     background = Background()
     scorer: Scorer | None = None
     try:
-        if verifiers:
-            scorer = await Scorer.start(section, verifiers=verifiers)
+        if inputs.verifiers:
+            scorer = await Scorer.start(inputs.section, verifiers=inputs.verifiers)
         infos = await engines.start()
         engines.serve(service)
         reader = PromptReader(
             job.prompts,
-            encoder=encoder,
+            encoder=inputs.encoder,
             max_prompt_tokens=min(info.max_prompt_tokens or 0 for info in infos),
             verifiers=None if job.verifier == (OWN_VERIFIERS,) else job.verifier,
-            scored=bool(verifiers),
+            scored=scorer is not None,
         )
         roller = Roller(
             service=service,
@@ -155,12 +166,12 @@ async def _roll_out(
             tally=tally,
             params=job.params,
             seed=job.seed,
-            capacity=max(1, int(QUEUE * config.max_num_seqs * job.workers)),
+            capacity=max(1, int(QUEUE * inputs.engine.max_num_seqs * job.workers)),
             attempt=attempt,
         )
-        peak = _peak(infos)
+        peak = Peak(flops=infos[0].peak_flops, bandwidth=infos[0].peak_bandwidth)
         progress = RolloutProgress(
-            None if total is None else total * job.params.n,
+            None if inputs.total is None else inputs.total * job.params.n,
             done=lambda: tally.num_samples,
             stats=lambda: service.stats,
             peak=peak,
@@ -180,12 +191,7 @@ async def _roll_out(
             await scorer.close()
 
 
-def _peak(infos: Sequence[WorkerInfo]) -> Peak:
-    return Peak(flops=infos[0].peak_flops, bandwidth=infos[0].peak_bandwidth)
-
-
 def _figures(service: RolloutService, peak: Peak, seconds: float, tokens: int, reader: PromptReader) -> dict[str, Any]:
-    """Of this attempt."""
     stats = [counters for counters in service.stats.values() if counters]
     used = [utilization({}, counters, peak=peak, seconds="busy_seconds") for counters in stats]
     return {
