@@ -19,6 +19,7 @@ class Connection(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._head_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
+        self._in_head = False
         self._head_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -31,17 +32,20 @@ class Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._in_head = True
         self._expect_head()
 
-    def on_url(self, url: bytes) -> None:
-        self._count(url)
-        super().on_url(url)
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self._count(name, value)
-        super().on_header(name, value)
+    def data_received(self, data: bytes) -> None:
+        """What came in one piece with the beginning of a head is bounded by the transport; the rest is counted."""
+        if self._in_head:
+            self._head_bytes += len(data)
+            if self._head_bytes > HEAD_BYTES:
+                self.send_400_response("The request head is too large.")
+                return
+        super().data_received(data)
 
     def on_headers_complete(self) -> None:
+        self._in_head = False
         if self._head_timer is not None:
             self._head_timer.cancel()
         super().on_headers_complete()
@@ -60,11 +64,6 @@ class Connection(HttpToolsProtocol):
             self._head_timer.cancel()
         self._head_bytes = 0
         self._head_timer = self.loop.call_later(HEAD_SECONDS, self.transport.abort)
-
-    def _count(self, *parts: bytes) -> None:
-        self._head_bytes += sum(map(len, parts))
-        if self._head_bytes > HEAD_BYTES:
-            raise ValueError(f"a request head of more than {HEAD_BYTES} bytes")  # the parser turns it into a 400
 
     def _disarm(self) -> None:
         for timer in (self._head_timer, self._stall_timer):

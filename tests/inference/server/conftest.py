@@ -24,6 +24,28 @@ CHAT_TEMPLATE = (
 )
 
 
+class Gate:
+    """Lets so many steps through; the next one waits inside, where the engine takes no command."""
+
+    def __init__(self, step: Callable[[], Any], permits: int) -> None:
+        self._step = step
+        self._permits = threading.Semaphore(permits)
+        self._reached = threading.Event()
+
+    def step(self) -> Any:
+        if not self._permits.acquire(blocking=False):
+            self._reached.set()
+            assert self._permits.acquire(timeout=60)
+        return self._step()
+
+    def wait(self) -> None:
+        """Until a step waits."""
+        assert self._reached.wait(60)
+
+    def open(self) -> None:
+        self._permits.release(10**6)
+
+
 class Running:
     """A server and what a test needs of it."""
 
@@ -48,7 +70,7 @@ class Running:
     def open_connections(self) -> int:
         return len(self._http.server_state.connections)
 
-    def post(self, path: str, **body: Any) -> httpx.Response:
+    def post(self, path: str, /, **body: Any) -> httpx.Response:
         return self.client.post(path, json=body)
 
     def complete(self, prompt: Any = "1+2=", **body: Any) -> dict[str, Any]:
@@ -73,15 +95,9 @@ class Running:
             assert time.monotonic() < deadline
             time.sleep(0.002)
 
-    def gate_steps(self, monkeypatch: pytest.MonkeyPatch, permits: int) -> threading.Semaphore:
-        """The engine makes so many steps and then waits, inside the next one, for more permits."""
-        gate, step = threading.Semaphore(permits), self.engine.step
-
-        def gated() -> Any:
-            assert gate.acquire(timeout=60)
-            return step()
-
-        monkeypatch.setattr(self.engine, "step", gated)
+    def gate_steps(self, monkeypatch: pytest.MonkeyPatch, permits: int) -> "Gate":
+        gate = Gate(self.engine.step, permits)
+        monkeypatch.setattr(self.engine, "step", gate.step)
         return gate
 
     def wait_for_command(self) -> None:

@@ -43,8 +43,9 @@ def test_who_goes_away_mid_stream_frees_its_blocks(running: Any, monkeypatch: py
     gate = running.gate_steps(monkeypatch, 10)
     with running.client.stream("POST", "/v1/completions", json=LONG | {"stream": True, "n": 4}) as response:
         assert next(response.iter_lines()).startswith("data: {")
+        gate.wait()
     running.wait_for_command()
-    gate.release()
+    gate.open()
     running.assert_idle()
     assert running.engine.stats()["output_tokens"] - seen <= 11 * 4
 

@@ -98,7 +98,7 @@ def test_a_template_that_refuses_says_so(pairs: Tokenizer, tmp_path: Path) -> No
     wrapped = PreTrainedTokenizerFast.from_pretrained(pairs.folder)
     for template, says in (
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-        ("{{ messages[5].content }}", "undefined"),
+        ("{{ messages[5].content }}", "no element 5"),
         ("{{ messages[0].content + 1 }}", "refuses"),
     ):
         wrapped.chat_template = template

@@ -67,13 +67,13 @@ def test_a_running_request_goes_on_under_new_weights(
     answers: list[Any] = []
     client = threading.Thread(target=lambda: answers.append(running.complete(**LONG)))
     client.start()
-    running.wait_for(lambda: running.engine.stats()["output_tokens"] == 10)
+    gate.wait()
     operator = threading.Thread(
         target=lambda: answers.append(running.post("/update_weights", path=other_weights, version=4))
     )
     operator.start()
     running.wait_for_command()
-    gate.release(1000)
+    gate.open()
     operator.join()
     client.join()
     reply, answer = sorted(answers, key=lambda one: isinstance(one, dict))
