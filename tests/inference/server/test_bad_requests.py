@@ -229,7 +229,10 @@ def test_any_bytes_leave_the_server_well(running: Any, content: bytes) -> None:
     assert running.client.get("/health").status_code == 200
 
 
-def test_a_head_without_end_is_refused(running: Any) -> None:
-    with running.connect() as connection:
-        connection.sendall(b"GET /health HTTP/1.1\r\n" + b"x: " + b"y" * 70_000 + b"\r\n")
-        assert b" 400 " in connection.recv(1 << 16)
+@pytest.mark.parametrize("part", [b"y" * 65_536, b"x: y\r\n" * 8192])
+def test_a_head_without_end_is_cut_off(running: Any, part: bytes) -> None:
+    with running.connect() as connection, pytest.raises(OSError):
+        connection.sendall(b"GET /health HTTP/1.1\r\nx: ")
+        for _ in range(1000):  # nobody could hold that much for it
+            connection.sendall(part)
+    assert running.client.get("/health").status_code == 200
