@@ -40,19 +40,17 @@ class RolloutProgress:
         if not self._console.is_terminal:
             while True:
                 await asyncio.sleep(LINE_SECONDS)
-                total = "" if self._total is None else f"/{self._total:,}"
-                line = f"{self._done():,}{total} samples · {self.status()}"
+                line = f"{self._count()} · {self.status()}"
                 self._console.print(line, markup=False, highlight=False, soft_wrap=True)
-        columns = (
-            TextColumn("{task.completed:,.0f}"),
-            BarColumn(bar_width=16),
-            TextColumn("{task.fields[status]}"),
-        )
+        columns = (TextColumn("{task.fields[count]}"), BarColumn(bar_width=16), TextColumn("{task.fields[status]}"))
         with Progress(*columns, console=self._console, refresh_per_second=2, transient=True) as progress:
-            task = progress.add_task("rollout", total=self._total, completed=self._first, status="starting")
+            task = progress.add_task("", total=self._total, completed=self._first, count=self._count(), status="")
             while True:
                 await asyncio.sleep(REDRAW_SECONDS)
-                progress.update(task, completed=self._done(), status=self.status())
+                progress.update(task, completed=self._done(), count=self._count(), status=self.status())
+
+    def _count(self) -> str:
+        return f"{self._done():,}{'' if self._total is None else f'/{self._total:,}'} samples"
 
     def status(self) -> str:
         """Rates since the last call; shares are means over the workers."""
