@@ -16,12 +16,16 @@ import pytest
 pytestmark = pytest.mark.timeout(900)
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart"
-# Judges until the file `held` is there, then waits for the file to go: no run ends before it is killed.
+# Judges 40 completions and then waits while a file is there: no run ends before it is broken off.
 VERIFIER = """
 import os, time
 
+calls = 0
+
 def judge(completion, truth, prompt):
-    while len(completion) % 5 == 0 and os.path.exists(HELD):
+    global calls
+    calls += 1
+    while calls > 40 and os.path.exists(HELD):
         time.sleep(0.01)
     return float(completion.endswith(truth))
 """
