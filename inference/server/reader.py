@@ -75,4 +75,4 @@ class SampleReader:
             self._follower = TextFollower(tokenizer, num_prompt=0)
         self._follower.follow(self._ids)
         text = self._follower.text
-        return text[: len(text) - self._held_back] if self._held_back else text
+        return text[: max(0, len(text) - self._held_back)]

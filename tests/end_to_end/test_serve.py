@@ -160,7 +160,7 @@ def test_what_keeps_it_from_starting(capsys: pytest.CaptureFixture[str]) -> None
         assert "choose another --port" in capsys.readouterr().err
     for arguments, says in (
         (["--model", "/nowhere"], "/nowhere"),
-        (["--model", MODEL, "--host", "no.such.host.invalid"], "cannot listen"),
+        (["--model", MODEL, "--host", "1.2.3.4"], "cannot listen"),
         (["--model", MODEL, "--api-key", ""], "--api-key is empty"),
         (["--model", MODEL, "--max-samples", "0"], "--max-samples"),
     ):

@@ -91,7 +91,7 @@ def test_stop_strings(client: openai.OpenAI, llm: LLM) -> None:
         assert (choice.text, choice.finish_reason) == (plain[: plain.index(stop)], "stop")
 
 
-@pytest.mark.parametrize("stop", [None, "2", ["77", "d8+"]])
+@pytest.mark.parametrize("stop", [None, "2", ["77", "d8+"], "never to be found"])
 def test_a_stream_says_what_the_whole_says(client: openai.OpenAI, stop: Any) -> None:
     ask: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "n": 3, "seed": 2, "max_tokens": 30, "logprobs": 1}
     ask |= {"temperature": 1.2, "stop": stop, "extra_body": {"return_token_ids": True}}
