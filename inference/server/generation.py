@@ -33,6 +33,8 @@ class Generation:
         """None until the engine took it"""
         self.ready: list[int] = []
         """output tokens of each sample as of the last step, if they are streamed"""
+        self.ended: set[int] = set()
+        """samples that will not change any more; nobody looks at the end of one before it is here"""
         self.t_asked = time.time()
         self._owner = owner
         self.failure: WorkerError | None = None
@@ -46,7 +48,7 @@ class Generation:
 
     @property
     def finished(self) -> bool:
-        return self.request is not None and self.request.finished
+        return len(self.ended) == self.params.n
 
     def check(self) -> None:
         """Raises WorkerError when there will be no end."""
@@ -150,10 +152,12 @@ class Generations:
     # On the engine's thread
 
     def _collect(self, finished: list[Sequence]) -> None:
-        for request in {id(s.request): s.request for s in finished}.values():
-            if request.finished:
-                self._followed.pop(request.request_id, None)
-                self._ended.append(request.tag)
+        for sequence in finished:
+            generation: Generation = sequence.request.tag
+            generation.ended.add(sequence.sample_index)
+            if generation.finished:
+                self._followed.pop(generation.request_id, None)
+                self._ended.append(generation)
         self._ring()
 
     def _after_step(self) -> None:

@@ -39,21 +39,19 @@ class SampleReader:
 
     def read(self) -> Piece | None:
         """None when there is nothing new."""
-        sequences, ready = self._generation.sequences, self._generation.ready
-        if self.finished or not sequences:
+        generation = self._generation
+        if self.finished or not generation.sequences:
             return None
-        sequence = sequences[self._index]
-        reason = sequence.finish_reason  # looked at first: a finished sample changes no more
-        if reason is not None:
+        sequence, begin = generation.sequences[self._index], len(self._ids)
+        self.finished = self._index in generation.ended
+        if self.finished:
             end = len(sequence.raw_logprobs)
         else:
-            end = ready[self._index] if ready else 0
-        begin = len(self._ids)
-        if reason is None and end == begin:
-            return None
+            end = generation.ready[self._index] if generation.ready else 0
+            if end == begin:
+                return None
         new = sequence.token_ids[sequence.num_prompt + begin : sequence.num_prompt + end]
         self._ids += new
-        self.finished = reason is not None
         text = ""
         if self._tokenizer is not None:
             whole = output_text(sequence, self._tokenizer) if self.finished else self._certain_text(self._tokenizer)
@@ -65,7 +63,7 @@ class SampleReader:
             sequence.raw_logprobs[begin:end],
             sequence.top_logprobs[begin:end],
             text,
-            reason,
+            sequence.finish_reason if self.finished else None,
             sequence.error,
             sequence.version_spans if self.finished else (),
         )
