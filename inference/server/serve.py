@@ -68,6 +68,11 @@ class HttpServer(uvicorn.Server):
         await super().startup(sockets)
         print(self._on_start, file=sys.stderr, flush=True)
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        if self.force_exit:  # which leaves the application as it is
+            await self.lifespan.shutdown()
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """uvicorn raises a signal again once it has obeyed it, and a drained server would look interrupted."""

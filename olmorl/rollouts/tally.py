@@ -106,8 +106,9 @@ class Tally:
             figures["solved_never"] = float((rates == 0).mean())
             figures["solved_sometimes"] = float(((rates > 0) & (rates < 1)).mean())
             figures["solved_always"] = float((rates == 1).mean())
-            counts = np.bincount(whole, minlength=self._n + 1) if self._n <= 64 else []
-            figures["prompts_by_times_solved"] = {str(k): int(count) for k, count in enumerate(counts)}
+            if self._n <= 64:
+                counts = np.bincount(whole, minlength=self._n + 1)
+                figures["prompts_by_times_solved"] = {str(k): int(count) for k, count in enumerate(counts)}
         return figures
 
     def _grow(self, index: int) -> None:

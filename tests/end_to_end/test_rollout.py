@@ -13,6 +13,10 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from inference import LLM, SamplingParams
+from olmorl.controller.loop import request_seed
+from olmorl.data.prompt import Prompt
+
 pytestmark = pytest.mark.timeout(900)
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart"
@@ -68,7 +72,7 @@ class Rollout:
         """Once `rows` rows stand; it cannot end by itself before."""
         self.held.touch()
         process = self.start(out, *options)
-        path = self.folder / out
+        path = self.folder / (out if out.endswith(".jsonl") else f".{out}.rows")
         deadline = time.monotonic() + 300
         while not path.exists() or path.read_bytes().count(b"\n") < rows:
             assert process.poll() is None, process.communicate()
@@ -105,22 +109,45 @@ def rollout(tmp_path: Path) -> Rollout:
     return Rollout(tmp_path)
 
 
-def test_killed_and_resumed_on_two_workers(rollout: Rollout) -> None:
-    summary = rollout.run("whole.parquet")
-    assert "pass_rate" in summary and "prompts_by_times_solved" in summary
-    whole = read(rollout.folder / "whole.parquet")
-    assert len(whole) == 240 and {row["worker"] for row in whole} == {"inference-0"}
+def expected_samples(limit: int) -> list[dict[str, Any]]:
+    """What `LLM` makes of the same prompts, in this process."""
+    rows = [json.loads(line) for line in (QUICKSTART / "held_out.jsonl").read_text().splitlines()[:limit]]
+    llm = LLM(QUICKSTART / "model", max_num_seqs=8, deterministic=True, threads=1)
+    seeds = [request_seed(5, made_prompt(index)) for index in range(limit)]
+    params = [SamplingParams(n=4, max_tokens=40, seed=seed) for seed in seeds]
+    return [
+        {
+            "rollout_id": f"0_{index}_{sample.sample_index}",
+            "token_ids": sample.token_ids,
+            "text": sample.text,
+            "finish_reason": sample.finish_reason,
+            "reward": float(sample.text.endswith(rows[index]["answer"])),
+            "seed": seeds[index],
+            "logprobs": sample.logprobs,
+        }
+        for index, out in enumerate(llm.generate([row["prompt"] for row in rows], params))
+        for sample in out.samples
+    ]
 
+
+def made_prompt(index: int) -> Prompt:
+    ids = np.zeros(1, np.int32)
+    return Prompt(index=index, token_ids=ids, text="", checks=(), data_source="", epoch=0, position=index)
+
+
+def test_killed_and_resumed_on_two_workers(rollout: Rollout) -> None:
     two = ("--workers", "2")
-    rollout.break_off("broken.jsonl", *two, by=signal.SIGKILL, rows=3)
-    assert len((rollout.folder / "broken.jsonl").read_bytes().splitlines()) < 240
-    rollout.run("broken.jsonl", *two, "--resume")
-    broken = read(rollout.folder / "broken.jsonl")
-    assert_same(broken, whole)
-    assert {row["attempt"] for row in broken} == {1, 2}
-    told = json.loads((rollout.folder / "broken.jsonl.summary.json").read_text())
-    assert told["samples"] == 240 and told["pass_rate"] == pytest.approx(np.mean([row["reward"] for row in whole]))
-    again = rollout.start("broken.jsonl", *two)
+    rollout.break_off("out.parquet", *two, by=signal.SIGKILL, rows=3)
+    assert not (rollout.folder / "out.parquet").exists(), "it ended before it was killed"
+    summary = rollout.run("out.parquet", *two, "--resume")
+    rows, expected = read(rollout.folder / "out.parquet"), expected_samples(60)
+    assert_same(rows, expected)
+    assert {row["attempt"] for row in rows} == {1, 2}
+    assert {row["worker"] for row in rows} == {"inference-0", "inference-1"}
+    told = json.loads((rollout.folder / "out.parquet.summary.json").read_text())
+    assert told["samples"] == 240 and told["pass_rate"] == pytest.approx(np.mean([row["reward"] for row in rows]))
+    assert "pass_rate" in summary and "prompts_by_times_solved" in summary
+    again = rollout.start("out.parquet", *two)
     assert again.wait(timeout=100) == 2 and "--resume" in again.communicate()[1]
 
 

@@ -67,6 +67,7 @@ def test_sigterm_lets_running_requests_end(served: Process) -> None:
     assert events.pop() == "[DONE]"
     reasons = [choice["finish_reason"] for event in events for choice in json.loads(event)["choices"]]
     assert reasons.count("length") == 40
+    served.process.wait(60)
     assert served.end() == 0 and "draining" in served.said and "Traceback" not in served.said
     with pytest.raises(OSError), socket.create_connection((address.host, address.port or 0)):
         pass
