@@ -7,7 +7,7 @@ A request head must come whole within `HEAD_SECONDS` and `HEAD_BYTES`; a client 
 import asyncio
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 HEAD_SECONDS = 30.0
 HEAD_BYTES = 64 << 10
@@ -19,6 +19,7 @@ class Connection(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._head_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
+        self._serving: RequestResponseCycle | None = None
         self._in_head = False
         self._head_bytes = 0
 
@@ -28,7 +29,16 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
+        if self._serving is not None and not self._serving.response_complete:
+            self._serving.disconnected = True
+            self._serving.message_event.set()
         super().connection_lost(exc)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        """A pipelined request becomes uvicorn's `cycle` while an earlier one is served: that one must hear of the end
+        of the connection too."""
+        self._serving = cycle
+        super()._start_asgi_task(cycle, app)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()

@@ -137,7 +137,7 @@ def made_prompt(index: int) -> Prompt:
 
 def test_killed_and_resumed_on_two_workers(rollout: Rollout) -> None:
     two = ("--workers", "2")
-    rollout.break_off("out.parquet", *two, by=signal.SIGKILL, rows=3)
+    rollout.break_off("out.parquet", by=signal.SIGKILL, rows=3)
     assert not (rollout.folder / "out.parquet").exists(), "it ended before it was killed"
     summary = rollout.run("out.parquet", *two, "--resume")
     rows, expected = read(rollout.folder / "out.parquet"), expected_samples(60)

@@ -22,11 +22,12 @@ def raw_request(**body: Any) -> bytes:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("half", [False, True])
-def test_who_goes_away_frees_its_slot(running: Any, stream: bool, half: bool) -> None:
+@pytest.mark.parametrize("pipelined", [1, 2])
+def test_who_goes_away_frees_its_slot(running: Any, stream: bool, half: bool, pipelined: int) -> None:
     """The engine stands still, so that the request cannot end by itself."""
     running.server.generations.thread.pause()
     client = running.connect()
-    client.sendall(raw_request(**LONG, n=2, stream=stream))
+    client.sendall(raw_request(**LONG, n=2, stream=stream) * pipelined)
     running.wait_for(lambda: running.engine.requests)
     if half:
         client.shutdown(socket.SHUT_WR)
