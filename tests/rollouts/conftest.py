@@ -117,8 +117,7 @@ def roll_out(
         if on_engine is not None:
             on_engine(roller)
         try:
-            async with asyncio.timeout(120):
-                await roller.run(iter(reader))
+            await roller.run(iter(reader))
         finally:
             for request_id in service.in_flight:
                 await service.abort([request_id])
