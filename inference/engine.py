@@ -137,6 +137,10 @@ class Engine:
 
     # Requests
 
+    @property
+    def max_prompt_tokens(self) -> int:
+        return min(self.max_model_len - 1, self.scheduler.allocator.num_blocks * self.config.block_size)
+
     def check(self, prompt: Items[int], params: SamplingParams) -> None:
         """Raises ValueError for a request that can never run. Looks at nothing that changes: call it anywhere."""
         length, limit = len(prompt), self.max_model_len

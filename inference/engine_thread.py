@@ -1,6 +1,7 @@
 """The thread that owns an engine: steps while there is work, sleeps while there is none, obeys between two steps.
 
-Consumes: commands, each a callable with a future. Produces: finished samples, handed to `on_finished`.
+Consumes: commands, each a callable with a future. Produces: finished samples, handed to `on_finished`, and word of
+every step, for `on_step`; both are called on the engine's thread.
 Waits for: a command, or work while not paused. Unblocked by: `call`, `resume`, `close`.
 """
 
@@ -20,10 +21,17 @@ Result = TypeVar("Result")
 
 
 class EngineThread:
-    def __init__(self, engine: Engine, *, on_finished: Callable[[list[Sequence]], None]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        on_finished: Callable[[list[Sequence]], None],
+        on_step: Callable[[], None] | None = None,
+    ) -> None:
         self.engine = engine
         self.failure: WorkerError | None = None
         self._on_finished = on_finished
+        self._on_step = on_step
         self._changed = threading.Condition()
         self._commands: list[tuple[Callable[[], Any], Future[Any]]] = []
         self._pauses: set[str] = set()  # who wants the engine to stand still
@@ -35,12 +43,16 @@ class EngineThread:
 
     def call(self, command: Callable[[], Result]) -> Result:
         """Run `command` on the engine's thread between two steps; its result or exception."""
+        return self.post(command).result()
+
+    def post(self, command: Callable[[], Result]) -> Future[Result]:
+        """The same without waiting. Commands run in the order they came; a future that is cancelled before runs not."""
         future: Future[Result] = Future()
         with self._changed:
             self._check()
             self._commands.append((command, future))
             self._changed.notify_all()
-        return future.result()
+        return future
 
     def pause(self, who: str = "caller") -> None:
         """No step is made from when this returns until this `who` resumes; requests are kept, commands still run."""
@@ -101,7 +113,8 @@ class EngineThread:
         with self._changed:
             self.failure = failure
             for _, future in self._commands:
-                future.set_exception(failure)
+                if future.set_running_or_notify_cancel():
+                    future.set_exception(failure)
             self._commands.clear()
             self._changed.notify_all()
         self._on_finished([])  # wakes whoever waits for samples
@@ -119,6 +132,8 @@ class EngineThread:
                 if commands:
                     self._idle = False  # until they have run: one of them may bring requests
             for command, future in commands:
+                if not future.set_running_or_notify_cancel():
+                    continue
                 try:
                     future.set_result(command())
                 except Exception as error:  # the caller's; the engine goes on
@@ -127,3 +142,5 @@ class EngineThread:
                 finished = self.engine.step()
                 if finished:
                     self._on_finished(finished)
+                if self._on_step is not None:
+                    self._on_step()

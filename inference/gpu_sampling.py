@@ -42,7 +42,12 @@ class GpuSampler:
             scores_R4[:, 0],
             scores_R4[:, 1],
             ~scores_R4[:, 2:].isfinite().all(1),
-            {row: likeliest(final[row], scores_R4[row, 2], k) for row, k in batch.num_top_R},
+            {
+                row: likeliest(logits_RV[row], scores_R4[row, 3], k)
+                if raw
+                else likeliest(final[row], scores_R4[row, 2], k)
+                for row, k, raw in batch.num_top_R
+            },
         )
 
     def _draw(self, logits_RV: torch.Tensor, batch: SamplingBatch) -> "tuple[Draw, dict[int, torch.Tensor]]":
@@ -95,7 +100,7 @@ class GpuSampler:
         )
         run([*launches, *draw_launches(logits_RV, x_RV, scales_R, greedy_R, words_R2, limits, counts, draw)])
         final = (
-            {row: _limited(x_RV[row, :vocab_size], row, limits) for row, _ in batch.num_top_R}
+            {row: _limited(x_RV[row, :vocab_size], row, limits) for row, *_ in batch.num_top_R}
             if x_RV is not None
             else {}
         )

@@ -116,6 +116,8 @@ class Request:
     leader: Sequence | None = None
     """the sample that is prefilling the prompt for all"""
     shared_prompt: SharedPrompt | None = None
+    num_cached: int = 0
+    """prompt tokens that the prefix cache had when the request began"""
     prompt_logprobs: list[float | None] | None = None
     noise_key: tuple[int, int] = (0, 0)
 

@@ -40,8 +40,8 @@ class SamplingBatch:
     """rows with a penalty"""
     masked: list[tuple[int, list[int]]] = field(default_factory=list)
     """rows that must not draw some ids yet (min_tokens)"""
-    num_top_R: list[tuple[int, int]] = field(default_factory=list)
-    """rows that want this many likeliest tokens"""
+    num_top_R: list[tuple[int, int, bool]] = field(default_factory=list)
+    """rows that want this many likeliest tokens, and whether by the untouched logits"""
     drawn_ids: torch.Tensor | None = None
     """ids of the draw before, on the device: sequences with a token in flight find theirs there"""
 
@@ -139,7 +139,7 @@ class SamplingTable:
             if positions[index] < params.min_tokens and sequence.request.stop_ids:
                 batch.masked.append((index, sorted(sequence.request.stop_ids)))
             if params.logprobs:
-                batch.num_top_R.append((index, params.logprobs))
+                batch.num_top_R.append((index, params.logprobs, params.logprobs_mode == "raw"))
         return batch
 
 
@@ -174,7 +174,10 @@ def sample(
     token_ids_R, lse_2R = torch.from_numpy(drawn.token_ids_R), torch.from_numpy(drawn.lse_2R)
     logprobs_2R = torch.from_numpy(drawn.scores_2R) - lse_2R
     top = {}
-    for row, k in batch.num_top_R:
+    for row, k, raw in batch.num_top_R:
+        if raw:
+            top[row] = likeliest(logits_RV[row], lse_2R[1, row], k)
+            continue
         x_V = final.get(row)
         x_V = logits_RV[row] / float(batch.scales_R[row]) if x_V is None else x_V
         top[row] = likeliest(x_V, lse_2R[0, row], k)
@@ -243,7 +246,10 @@ def sample_torch(logits_RV: torch.Tensor, batch: SamplingBatch) -> Sampled:
         logprobs_R,
         raw_R,
         ~(torch.isfinite(raw_lse_R) & torch.isfinite(lse_R)),
-        {row: likeliest(final_RV[row], lse_R[row], k) for row, k in batch.num_top_R},
+        {
+            row: likeliest(logits_RV[row], raw_lse_R[row], k) if raw else likeliest(final_RV[row], lse_R[row], k)
+            for row, k, raw in batch.num_top_R
+        },
     )
 
 

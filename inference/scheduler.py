@@ -254,6 +254,7 @@ class Scheduler:
         plan.num_tokens += count
         if fresh:
             plan.num_shared_tokens += sequence.num_computed
+            sequence.request.num_cached = sequence.num_computed
             sequence.request.leader = sequence
             self._lead(sequence, sequence.num_computed + count)
         return True

@@ -33,31 +33,41 @@ def output_text(sequence: Sequence, tokenizer: Tokenizer) -> str:
     return tokenizer.decode(ids)
 
 
-class StopMatcher:
-    """Follows the text of one sample token by token and finds the stop string that completes first.
+class TextFollower:
+    """Follows the text of one sample as its tokens come, without decoding everything again.
 
-    Only the tail is decoded again: ids before `_read` are already in `text`, and those from `_context` on are decoded
-    once more with the new ones, because the text of an id depends on its left neighbours. Half a character is waited
-    for.
+    Only the tail is: ids before `_read` are already in `text`, and those from `_context` on are decoded once more with
+    the new ones, because the text of an id depends on its left neighbours. Half a character is waited for.
     """
 
-    def __init__(self, stop: tuple[str, ...], tokenizer: Tokenizer, *, num_prompt: int) -> None:
-        self.stop = stop
+    def __init__(self, tokenizer: Tokenizer, *, num_prompt: int) -> None:
         self.tokenizer = tokenizer
         self.text = ""
         self._context = num_prompt
         self._read = num_prompt
 
-    def push(self, token_ids: list[int], *, search: bool) -> str | None:
-        """The text before the match, once there is one that completes in text not seen before."""
+    def follow(self, token_ids: list[int]) -> bool:
+        """Take in the ids that are new; whether that brought any text."""
         known = self.tokenizer.decode(token_ids[self._context : self._read])
         fresh = self.tokenizer.decode(token_ids[self._context :])
         if len(fresh) <= len(known) or fresh.endswith("\N{REPLACEMENT CHARACTER}"):
-            return None
-        seen = len(self.text)
+            return False
         self.text += fresh[len(known) :]
         self._context, self._read = self._read, len(token_ids)
-        return self._match(seen) if search else None
+        return True
+
+
+class StopMatcher(TextFollower):
+    """Finds the stop string that completes first."""
+
+    def __init__(self, stop: tuple[str, ...], tokenizer: Tokenizer, *, num_prompt: int) -> None:
+        super().__init__(tokenizer, num_prompt=num_prompt)
+        self.stop = stop
+
+    def push(self, token_ids: list[int], *, search: bool) -> str | None:
+        """The text before the match, once there is one that completes in text not seen before."""
+        seen = len(self.text)
+        return self._match(seen) if self.follow(token_ids) and search else None
 
     def _match(self, seen: int) -> str | None:
         ends = []

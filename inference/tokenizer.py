@@ -1,5 +1,6 @@
 """The tokenizer of a model folder, loaded when text is first needed: many runs only ever see token ids."""
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from functools import cached_property
 from pathlib import Path
@@ -26,10 +27,26 @@ class Tokenizer:
 
         return AutoTokenizer.from_pretrained(self.folder)
 
-    def encode(self, text: str) -> list[int]:
-        return list(self._loaded.encode(text))
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """`special`: with what the tokenizer adds to a text (BOS). A rendered chat has its own already."""
+        return list(self._loaded.encode(text, add_special_tokens=special))
 
-    def decode(self, token_ids: Items[int]) -> str:
-        """Special tokens are left out; nothing is tidied up, so that text follows from the ids alone."""
-        text = self._loaded.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    def decode(self, token_ids: Items[int], *, skip_special: bool = True) -> str:
+        """Nothing is tidied up, so that text follows from the ids alone."""
+        text = self._loaded.decode(
+            list(token_ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
+        )
         return str(text)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self.exists and self._loaded.chat_template is not None
+
+    def render_chat(self, messages: Items[Mapping[str, Any]], **options: Any) -> str:
+        """The text that the model's chat template makes of messages. Raises what the template raises."""
+        return str(self._loaded.apply_chat_template(list(messages), tokenize=False, **options))
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest entry of the vocabulary: a bound on how few tokens a text can have."""
+        return max(map(len, self._loaded.get_vocab()))

@@ -57,6 +57,7 @@ class InferenceWorker:
             peak_source=source,
             tensors=decoder.specs,
             devices=decoder.ranks.size,
+            max_prompt_tokens=self._engine.max_prompt_tokens,
         )
 
     def stats(self) -> dict[str, float]:

@@ -55,7 +55,7 @@ def load_decoder(
         ranks=ranks,
     )
     missing = set(decoder.tensors)
-    for name, tensor in _stored_tensors(folder):
+    for name, tensor in stored_tensors(folder):
         if name.endswith(_IGNORED) or (name == "lm_head.weight" and arch.tied):
             continue
         target = decoder.tensors.get(name)
@@ -81,7 +81,8 @@ def eos_token_ids(folder: Path) -> tuple[int, ...]:
     return ()
 
 
-def _stored_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+def stored_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a Hugging Face folder, one by one. Raises ModelError."""
     for path in _shards(folder):
         try:
             with safe_open(path, framework="pt") as file:

@@ -49,6 +49,8 @@ class SamplingParams:
     seed: int | None = None
     logprobs: int = 0
     """also return this many likeliest tokens at each position"""
+    logprobs_mode: Literal["processed", "raw"] = "processed"
+    """what those are likeliest by: the distribution drawn from, or the softmax of the untouched logits"""
     prompt_logprobs: bool = False
 
     def __post_init__(self) -> None:
@@ -80,6 +82,7 @@ class SamplingParams:
         self._check("logprobs", self.logprobs >= 0, ">= 0")
         self._check("seed", self.seed is None or _is_int(self.seed), "an integer or None")
         self._check("stop", all(isinstance(s, str) and s for s in self.stop), "non-empty strings")
+        self._check("logprobs_mode", self.logprobs_mode in ("processed", "raw"), "'processed' or 'raw'")
         ids = self.stop_token_ids
         self._check("stop_token_ids", all(_is_int(i) and i >= 0 for i in ids), "integers >= 0")
 
@@ -208,5 +211,7 @@ class WorkerInfo:
     """what a weight update must carry: Hugging Face names, shapes, the dtype on the wire"""
     devices: int = 1
     """of an inference worker: over how many its model is divided"""
+    max_prompt_tokens: int | None = None
+    """of an inference worker: the longest prompt it can take"""
     attention_tokens: float = float("inf")
     """of a learner: the length at which attention costs a sample as many FLOPs as the weights do"""

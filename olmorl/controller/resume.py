@@ -189,7 +189,7 @@ def _group(prompt: Prompt, rows: Sequence[RolloutRow], *, finished: Finished) ->
 
 
 def _scored_sample(row: RolloutRow) -> ScoredSample:
-    assert row.verdict is not None, f"{row.rollout_id}: a finished sample without a verdict"
+    assert row.verdict is not None and row.fate is not None, f"{row.rollout_id}: a finished sample without a verdict"
     sample = RolloutSample(
         request_id=row.prompt_id,
         lease=0,

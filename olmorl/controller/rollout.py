@@ -91,8 +91,8 @@ class RolloutService:
         worker = self._workers[remote.name] = _Worker(remote)
         self._router.add(remote.name)
         self.stats.setdefault(remote.name, {})
-        for work in (self._submit_loop(worker), self._drain_loop(worker)):
-            worker.tasks.append(asyncio.create_task(self._watched(remote.name, work), name=remote.name))
+        for loop in (self._submit_loop, self._drain_loop):
+            worker.tasks.append(asyncio.create_task(self._watched(worker, loop), name=remote.name))
         homeless, self._homeless = self._homeless, []
         for issued in homeless:
             self._issue(issued)
@@ -204,11 +204,11 @@ class RolloutService:
 
     # Loops, two a worker
 
-    async def _watched(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+    async def _watched(self, worker: _Worker, loop: Callable[[_Worker], Coroutine[Any, Any, None]]) -> None:
         try:
-            await work
+            await loop(worker)
         except WorkerError as error:
-            self._on_lost(name, str(error))
+            self._on_lost(worker.remote.name, str(error))
         except Exception as error:  # a bug here: `run` raises it
             if not self._failed.done():
                 self._failed.set_exception(error)

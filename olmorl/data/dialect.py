@@ -44,9 +44,15 @@ class Example:
     environment: str | None = None
 
 
-def read_example(row: Row, *, place: str, source: str, columns: Columns | None = None) -> Example:
-    """`source` names the data source of rows that name none. Raises DataError."""
-    example = _read_example(row, place, source, columns or Columns())
+def read_example(
+    row: Row, *, place: str, source: str, columns: Columns | None = None, needs_answer: bool = True
+) -> Example:
+    """`source` names the data source of rows that name none. Without `needs_answer` the prompt alone is read, and no
+    completion can be scored. Raises DataError."""
+    columns = columns or Columns()
+    if not needs_answer:
+        return _read_prompt_alone(row, place, source, columns)
+    example = _read_example(row, place, source, columns)
     environment = row.get("environment")
     return replace(example, environment=environment) if isinstance(environment, str) and environment else example
 
@@ -94,6 +100,17 @@ def _find_column(row: Row, wanted: str | None, known: Sequence[str], place: str)
             f"{'; '.join(DIALECTS)}. Other names can be given as prompt_column and answer_column of the data source"
         )
     return found
+
+
+def _read_prompt_alone(row: Row, place: str, source: str, columns: Columns) -> Example:
+    in_open_instruct = columns.prompt is None and "messages" in row and "dataset" in row
+    column = "messages" if in_open_instruct else _find_column(row, columns.prompt, PROMPT_COLUMNS, place)
+    named = row.get("dataset") if in_open_instruct else row.get("data_source")
+    return Example(
+        prompt=_read_prompt(row[column], column, place),
+        checks=(),
+        data_source=named if isinstance(named, str) and named else source,
+    )
 
 
 def _read_open_instruct(row: Row, place: str) -> Example:

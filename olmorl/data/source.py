@@ -13,13 +13,13 @@ from olmorl.data.procedural import make_rows
 from olmorl.data.rows import SUFFIXES, Row, read_rows
 
 
-def read_source(source: SourceSection) -> Iterator[tuple[str, Example]]:
-    """Yield (place, example). Raises DataError."""
+def read_source(source: SourceSection, *, needs_answer: bool = True) -> Iterator[tuple[str, Example]]:
+    """Yield (place, example); without `needs_answer` no answer is read. Raises DataError."""
     columns = Columns(prompt=source.prompt_column, answer=source.answer_column)
     for place, row in itertools.islice(_rows(source), source.limit):
-        example = read_example(row, place=place, source=source_name(source), columns=columns)
+        example = read_example(row, place=place, source=source_name(source), columns=columns, needs_answer=needs_answer)
         checks = example.checks
-        if source.verifier is not None:
+        if source.verifier is not None and needs_answer:
             checks = assign_verifiers(checks, source.verifier, place=place)
         name, environment = source.name or example.data_source, source.environment or example.environment
         yield place, replace(example, checks=checks, data_source=name, environment=environment)

@@ -81,7 +81,8 @@ class RolloutRow:
     reward: float | None
     verdict: Literal["scored", "timeout", "error", "unscorable"] | None
     advantage: float | None
-    fate: Bin
+    fate: Bin | None
+    """None where nothing is trained"""
     seed: int | None
     worker: str
     t_admitted: float

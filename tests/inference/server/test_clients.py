@@ -1,0 +1,132 @@
+"""Clients that come and go: what they hold is theirs alone, and free as soon as they are gone."""
+
+import json
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from inference.server import connection as connections
+
+LONG = {"prompt": "1+2=", "max_tokens": 100, "ignore_eos": True}
+
+
+def raw_request(**body: Any) -> bytes:
+    content = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer secret\r\ncontent-length: {len(content)}"
+    return head.encode() + b"\r\n\r\n" + content
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("pipelined", [1, 2])
+def test_who_goes_away_frees_its_slot(running: Any, stream: bool, half: bool, pipelined: int) -> None:
+    """The engine stands still, so that the request cannot end by itself."""
+    running.server.generations.thread.pause()
+    client = running.connect()
+    client.sendall(raw_request(**LONG, n=2, stream=stream) * pipelined)
+    running.wait_for(lambda: running.engine.requests)
+    if half:
+        client.shutdown(socket.SHUT_WR)
+    else:
+        client.close()
+    running.assert_idle()
+    running.server.generations.thread.resume()
+    client.close()
+    assert running.complete(max_tokens=3)["usage"]["completion_tokens"] == 3
+
+
+def test_who_goes_away_mid_stream_frees_its_blocks(running: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = running.engine.stats()["output_tokens"]
+    gate = running.gate_steps(monkeypatch, 10)
+    with running.client.stream("POST", "/v1/completions", json=LONG | {"stream": True, "n": 4}) as response:
+        lines = response.iter_lines()  # kept: a response whose lines nobody holds is closed
+        assert next(lines).startswith("data: {")
+        gate.wait()
+    running.wait_for_command()
+    gate.open()
+    running.assert_idle()
+    assert running.engine.stats()["output_tokens"] - seen <= 11 * 4
+
+
+def test_a_slow_reader_stalls_nobody(running: Any) -> None:
+    """It asked for far more than its connection holds, and reads nothing of it."""
+    with socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.connect(("127.0.0.1", running.port))
+        for _ in range(60):  # pipelined: one after the other fills the buffers between us
+            slow.sendall(raw_request(**LONG, n=4, stream=True, logprobs=20))
+        for _ in range(3):
+            assert running.complete(max_tokens=5, ignore_eos=True)["usage"]["completion_tokens"] == 5
+    running.assert_idle()
+
+
+def test_who_never_reads_is_cut_off(start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "STALL_SECONDS", 0.2)
+    running = start()
+    with socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.connect(("127.0.0.1", running.port))
+        for _ in range(400):
+            try:
+                slow.sendall(raw_request(**LONG, n=4, stream=True, logprobs=20))
+            except OSError:
+                break
+            if not running.open_connections:
+                break
+        running.wait_for(lambda: not running.open_connections)
+    running.assert_idle()
+
+
+def test_who_says_nothing_is_cut_off(start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.2)
+    running = start()
+    for beginning in (b"", b"GET /health HT", b"GET /health HTTP/1.1\r\nhost: x\r\n"):
+        with running.connect() as silent:
+            silent.sendall(beginning)
+            assert silent.recv(100) == b"", "closed by the server"
+
+
+def test_many_idle_connections_cost_no_service(running: Any) -> None:
+    idle = [running.connect() for _ in range(300)]
+    assert running.complete(max_tokens=3)["usage"]["completion_tokens"] == 3
+    for one in idle:
+        one.close()
+    running.wait_for(lambda: running.open_connections <= 2)
+
+
+def test_a_deadline_ends_a_request_with_what_it_has(running: Any) -> None:
+    running.server.generations.thread.pause()
+    answer = running.complete(**LONG, timeout=0.05, n=2)
+    running.server.generations.thread.resume()
+    for choice in answer["choices"]:
+        assert choice["finish_reason"] == "abort" and "deadline of 0.05 s" in choice["error"]
+    running.assert_idle()
+
+
+def test_a_failed_engine_is_told(start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits, streams or comes later gets an error at once."""
+    running = start()
+    thread = running.server.generations.thread
+    thread.pause()
+    replies: list[httpx.Response] = []
+    waiting = threading.Thread(target=lambda: replies.append(running.post("/v1/completions", **LONG)))
+    waiting.start()
+    streaming = httpx.Client(base_url=running.url, timeout=60)
+    with streaming.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as stream:
+        running.wait_for(lambda: len(running.engine.requests) == 2)
+
+        def broken() -> None:
+            raise ZeroDivisionError("of all things")
+
+        monkeypatch.setattr(running.engine, "step", broken)
+        thread.resume()
+        lines = list(stream.iter_lines())
+    waiting.join()
+    assert "the engine stopped: ZeroDivisionError" in lines[0] and lines[-2] == "data: [DONE]"
+    assert replies[0].status_code == 503 and running.post("/v1/completions", **LONG).status_code == 503
+    assert running.client.get("/health").status_code == 503
+    streaming.close()
