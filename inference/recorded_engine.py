@@ -52,12 +52,12 @@ class WatchedEngine(Engine):
 
     def _land(self, depth: int) -> None:
         landing = list(self._flights)[: max(0, len(self._flights) - depth)]
-        before = {id(s): (s, s.num_tokens) for flight in landing for s in flight.drawing}
+        before = {id(s): (s, len(s.token_ids)) for flight in landing for s in flight.drawing}
         super()._land(depth)
         self.last_step.drawn += [
             (s.request.request_id, s.sample_index, s.token_ids[length:])
             for s, length in before.values()
-            if s.num_tokens > length
+            if len(s.token_ids) > length
         ]
 
 

@@ -16,12 +16,16 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from hypothesis import settings
 
 from olmorl.metrics.jsonl_sink import read_metrics
 from olmorl.metrics.rollout_log import RolloutRow, read_rollouts
 
 if not torch.cuda.is_available():  # before anything imports Triton: its kernels then run in the interpreter
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+settings.register_profile("any machine", deadline=None)
+settings.load_profile("any machine")
 
 QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart.toml"
 SMALL = (

@@ -201,7 +201,7 @@ def mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]
     return write
 
 
-OWN = ("reward.verifier=none", "eval.data=none")  # the rows name their verifiers
+OWN = ("reward.verifier=none", "eval.data=[]")  # the rows name their verifiers
 
 
 def train(driver: Driver, batch: Batch) -> None:

@@ -49,7 +49,7 @@ def test_an_environment_is_trained(command: Any, checks: Any) -> None:
     assert all(np.isfinite(row["loss/policy"]) for row in command.metrics()[1:])
 
 
-STARVED = ("data.train=eight.jsonl", "checkpoint.every=100", "eval.data=none", "rollout.async_steps=0")
+STARVED = ("data.train=eight.jsonl", "checkpoint.every=100", "eval.data=[]", "rollout.async_steps=0")
 
 
 def starve(command: Any) -> int:
@@ -103,7 +103,7 @@ def test_three_mixed_sources_go_on_in_the_same_order_after_a_kill_in_mid_epoch(
         "rollout.active_sampling=false",
         "rollout.async_steps=0",
         "checkpoint.every=1",
-        "eval.data=none",
+        "eval.data=[]",
         "checkpoint.export=false",
     )
 

@@ -81,7 +81,7 @@ def test_requests_of_others_are_not_lost_in_generate(model_folder: str) -> None:
     [
         ({"max_num_seq": 4}, "LLM has no option 'max_num_seq'; did you mean 'max_num_seqs'?"),
         ({"kv_cache_token": 4}, "did you mean 'kv_cache_tokens'?"),
-        ({"gpu_memory_utilization": 0.9}, "options are dtype, device, max_num_seqs"),
+        ({"swap_space": 4}, "options are dtype, device, max_num_seqs"),
         ({"max_num_seqs": "8"}, "max_num_seqs is '8'; it must be an integer >= 1"),
         ({"max_num_seqs": 0}, "max_num_seqs is 0; it must be an integer >= 1"),
         ({"block_size": 0}, "block_size is 0"),
