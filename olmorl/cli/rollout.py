@@ -70,7 +70,7 @@ def rollout(
     missing is sampled as an unbroken run would have.
     """
     from olmorl.cli.train import format_summary
-    from olmorl.config.schema import SourceSection
+    from olmorl.config.data_sections import SourceSection
     from olmorl.contract.errors import ConfigError
     from olmorl.contract.generation import EngineConfig, SamplingParams
     from olmorl.rollouts.job import RolloutJob

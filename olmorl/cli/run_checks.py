@@ -6,8 +6,9 @@ from pathlib import Path
 
 from olmorl.cli.finding import Finding
 from olmorl.cli.shadowed import find_shadowed
+from olmorl.config.data_sections import SourceSection
 from olmorl.config.load import load_config
-from olmorl.config.schema import Config, SourceSection
+from olmorl.config.schema import Config
 from olmorl.contract.errors import ConfigError, DataError, ModelError, PlacementError
 from olmorl.controller.placement import count_gpus, plan_placement
 from olmorl.data.source import read_source

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from olmorl.config.data_sections import EvalSource, SourceSection
 from olmorl.config.names import FIELDS
-from olmorl.config.schema import EvalSource, SourceSection
 
 
 def explain(error: ValidationError, wheres: Mapping[str, str]) -> str:

@@ -4,7 +4,8 @@ import difflib
 
 from pydantic.fields import FieldInfo
 
-from olmorl.config.schema import Config, Section
+from olmorl.config.schema import Config
+from olmorl.config.section import Section
 from olmorl.contract.errors import ConfigError
 
 

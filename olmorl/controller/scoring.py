@@ -8,7 +8,7 @@ from dataclasses import fields
 
 from transformers import PreTrainedTokenizerFast
 
-from olmorl.config.schema import RewardSection
+from olmorl.config.data_sections import RewardSection
 from olmorl.contract.errors import ConfigError
 from olmorl.contract.generation import RolloutSample
 from olmorl.controller.environments import Environments

@@ -7,7 +7,7 @@ A source is an endless stream of its own epochs, each holding every row once. An
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from olmorl.config.schema import SourceSection
+from olmorl.config.data_sections import SourceSection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Iterator
 
-from olmorl.config.schema import PROCEDURAL, SourceSection
+from olmorl.config.data_sections import PROCEDURAL, SourceSection
 from olmorl.contract.errors import ConfigError, DataError
 from olmorl.data.rows import Row
 

@@ -5,7 +5,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from olmorl.config.schema import SourceSection
+from olmorl.config.data_sections import SourceSection
 from olmorl.contract.errors import DataError
 from olmorl.data.dialect import assign_verifiers
 from olmorl.data.mixture import Share, shares_per_epoch

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from olmorl.config.schema import PROCEDURAL, SourceSection
+from olmorl.config.data_sections import PROCEDURAL, SourceSection
 from olmorl.data.dialect import Columns, Example, assign_verifiers, read_example
 from olmorl.data.hugging_face import read_hugging_face
 from olmorl.data.procedural import make_rows

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from olmorl.config.schema import SourceSection
+from olmorl.config.data_sections import SourceSection
 from olmorl.contract.errors import ConfigError
 from olmorl.contract.generation import EngineConfig, SamplingParams
 

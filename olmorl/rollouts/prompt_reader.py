@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
-from olmorl.config.schema import SourceSection
+from olmorl.config.data_sections import SourceSection
 from olmorl.contract.errors import DataError
 from olmorl.data.dialect import Example, assign_verifiers
 from olmorl.data.prompt import Prompt

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from inference.model.architecture import read_architecture
-from olmorl.config.schema import RewardSection
+from olmorl.config.data_sections import RewardSection
 from olmorl.contract.errors import ConfigError
 from olmorl.contract.generation import EngineConfig
 from olmorl.controller.background import Background, first_cause

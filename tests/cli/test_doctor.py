@@ -17,7 +17,7 @@ import pytest
 from olmorl.cli import doctor, machine_checks, package_checks, run_checks, sandbox_checks
 from olmorl.cli.finding import Finding
 from olmorl.cli.shadowed import find_shadowed, find_strays, refuse_shadowed_packages
-from olmorl.config.schema import SourceSection
+from olmorl.config.data_sections import SourceSection
 from olmorl.contract.errors import ConfigError
 from olmorl.rewards import sandbox_walls
 from olmorl.rewards.sandbox import Wall

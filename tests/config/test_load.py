@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from olmorl.config.data_sections import EvalSource, SourceSection
 from olmorl.config.dump import dump_toml
 from olmorl.config.load import load_config
 from olmorl.config.names import ALIASES, FIELDS
-from olmorl.config.schema import Config, EvalSource, SourceSection
+from olmorl.config.schema import Config
 from olmorl.contract.errors import ConfigError
 
 BASE = '[model]\npath = "m"\n[data]\ntrain = "x.jsonl"\n'

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from olmorl.config.schema import Config, RewardSection
+from olmorl.config.data_sections import RewardSection
+from olmorl.config.schema import Config
 from olmorl.contract.errors import ConfigError, SyncError
 from olmorl.contract.generation import RolloutSample, SamplingParams
 from olmorl.controller.compose import load_encoder

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from olmorl.config.schema import RewardSection
+from olmorl.config.data_sections import RewardSection
 from olmorl.contract.errors import ConfigError
 from olmorl.contract.generation import OBSERVED, RolloutSample, SamplingParams
 from olmorl.contract.training import ScoreRequest

@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from olmorl.config.schema import RewardSection, SourceSection
+from olmorl.config.data_sections import RewardSection, SourceSection
 from olmorl.contract.errors import ConfigError
 from olmorl.contract.generation import FinishReason, RolloutSample
 from olmorl.controller.group import ScoredSample

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from olmorl.config.schema import RewardSection
+from olmorl.config.data_sections import RewardSection
 from olmorl.contract.errors import DataError
 from olmorl.controller.scoring import Scorer
 from olmorl.controller.truth_check import check_truths

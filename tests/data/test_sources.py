@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from olmorl.config.schema import SourceSection
+from olmorl.config.data_sections import SourceSection
 from olmorl.contract.errors import ConfigError, DataError
 from olmorl.data.prompt import Check
 from olmorl.data.source import read_source, source_name

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from olmorl.config.schema import SourceSection
+from olmorl.config.data_sections import SourceSection
 from olmorl.contract.errors import ConfigError
 from olmorl.data.mixture import Share, shares_per_epoch
 from olmorl.data.prompt import Check, EncodedExample, Prompt

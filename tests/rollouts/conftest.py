@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from olmorl.config.schema import RewardSection, SourceSection
+from olmorl.config.data_sections import RewardSection, SourceSection
 from olmorl.contract.errors import ConfigError
 from olmorl.contract.generation import EngineConfig, SamplingParams
 from olmorl.controller.rollout import RolloutService

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from olmorl.config.schema import SourceSection
+from olmorl.config.data_sections import SourceSection
 from olmorl.contract.errors import DataError
 from olmorl.data.tokenizer import PromptEncoder, load_tokenizer
 from olmorl.rollouts.prompt_reader import PromptReader, count_rows

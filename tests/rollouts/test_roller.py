@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from olmorl.config.schema import SourceSection
+from olmorl.config.data_sections import SourceSection
 from olmorl.contract.errors import ConfigError
 from olmorl.contract.generation import DrainReply, RolloutRequest, RolloutSample, SamplingParams
 
