@@ -146,7 +146,7 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., str]]:
         process.communicate(timeout=30)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # its event loop is this thread's while it lives
 def browser() -> Iterator[Any]:
     """Headless Chromium, the system's."""
     chromium = next(
