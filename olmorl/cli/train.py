@@ -9,7 +9,6 @@ from olmorl.config.dump import dump_toml
 from olmorl.config.load import load_config
 from olmorl.contract.errors import ConfigError
 
-
 _CLUSTER = re.compile(r"(\d+)x(\d+)x(\d+)")
 
 

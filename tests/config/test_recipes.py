@@ -105,7 +105,7 @@ def test_workers_fit_their_gpus(path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "row"),
-    [  # OLMo 3's report, table 49: lr, mini-batches, steps, prompt, response, prompts, samples, cap, learners, engines, k
+    [  # OLMo 3's report, table 49: lr, mini-batches, steps, prompt, response, batch, group, cap, learners, engines, k
         ("7b_think", (1e-6, 1, 1400, 2048, 32768, 64, 8, float("inf"), 16, 56, 1)),
         ("7b_instruct", (1e-6, 4, 450, 2048, 8192, 64, 8, float("inf"), 8, 56, 8)),
         ("7b_rlzero_math", (1e-6, 1, 2000, 2048, 16384, 32, 8, 2.0, 8, 64, 8)),
