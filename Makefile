@@ -8,7 +8,7 @@ BIN := .venv/bin
 TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 CPU_WHEELS := https://download.pytorch.org/whl/cpu
 
-.PHONY: help quickstart test check docs soak clean
+.PHONY: help quickstart test check docs soak kernels-report gpu-check clean
 
 help:
 	@echo "make quickstart   install, train a small model with RL (minutes, CPU is enough), print the results"
@@ -16,6 +16,8 @@ help:
 	@echo "make check        format, lint, types, import contracts"
 	@echo "make docs         build the documentation into build/site; a dead link is an error"
 	@echo "make soak         the long fault, kill and resume tests"
+	@echo "make kernels-report  registers, spills, shared memory and bytes of each Triton kernel on each GPU; needs no GPU"
+	@echo "make gpu-check    on a CUDA box: kernels against their twins, then attention, decode and prefill timed"
 	@echo "make clean        remove .venv and what tools left behind; outputs/ stays"
 
 # --resume: an interrupted quickstart goes on where it was.
@@ -37,6 +39,14 @@ check: .venv/installed-dev
 docs: .venv/installed-docs
 	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(BIN)/mkdocs build --strict --quiet
 	@echo "build/site/index.html"
+
+kernels-report: .venv/installed
+	TRITON_INTERPRET=0 $(BIN)/python -m inference.kernels.gpu_report
+
+# Needs torch, triton, transformers, numpy, safetensors and pytest, and nothing of ours installed: takes .venv where it
+# is, else the python3 of the box. ARGS=--dry goes through it without a GPU.
+gpu-check:
+	@$(if $(wildcard $(BIN)/python),$(BIN)/python,python3) -m inference.gpu_check $(ARGS)
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -6,10 +6,6 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from inference.kernels import cpu_decoder
-from inference.kernels.cpu_team import Team, new_signals
-from inference.kernels.cpu_tile import LANES
-
 # (part of the name, dense bf16 FLOP/s, bytes/s): vendors' figures
 _KNOWN_GPUS = (
     ("A100", 312e12, 2.04e12),
@@ -42,6 +38,10 @@ def device_peaks(device: torch.device) -> tuple[float, float, str]:
 
 def _compiled_product(matrix: torch.Tensor) -> Callable[[], None]:
     """The engine's own, which may be faster than the library's."""
+    from inference.kernels import cpu_decoder
+    from inference.kernels.cpu_team import Team, new_signals
+    from inference.kernels.cpu_tile import LANES
+
     size, team = len(matrix), Team(torch.get_num_threads())
     panels = np.empty((size // LANES, size, LANES), np.float32)
     out = np.empty((size, size), np.float32)

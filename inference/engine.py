@@ -1,10 +1,14 @@
 """The loop of the engine as a library: schedule, run, sample, stop, once for each `step()`.
 
+With `overlap` a step is launched before the tokens of the last one are read (`inference.flight`). Whatever looks at
+sequences from outside, or changes weights, first waits for what is in flight.
+
 Single-threaded on purpose: whatever happens between two steps (weights, scores, aborts) is a plain method call, so a
 torn weight or a half-built batch cannot exist.
 """
 
 import time
+from collections import deque
 from collections.abc import Sequence as Items
 from dataclasses import replace
 from pathlib import Path
@@ -13,15 +17,24 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from inference.engine_config import check_config
+from inference.flight import Flight
+from inference.followers import Followers, device_of
+from inference.gpu_sampling import new_gpu_sampler
+from inference.memory_plan import measured_kv_tokens
+from inference.model.architecture import read_architecture
 from inference.model.load import eos_token_ids, load_decoder, resolve_folder
+from inference.model.sharding import check_divisible
+from inference.model.tensor_parallel import ALONE
+from inference.prompt_logprobs import record_prompt_logprobs
 from inference.request import Request, Sequence
-from inference.runner import Runner
+from inference.runner import Runner, RunnerConfig
 from inference.sampler import SamplingTable, sample
 from inference.scheduler import Scheduler, StepPlan
 from inference.staged_update import StagedUpdate, model_checksum, stage_tensors
 from inference.stats import CostModel, StatsClock
 from inference.step_batch import BlockTable
-from inference.stopping import StopMatcher, finish_reason
+from inference.stopping import StopMatcher
 from inference.tokenizer import Tokenizer
 from olmorl.contract.errors import ConfigError, WeightUpdateError
 from olmorl.contract.generation import EngineConfig, SamplingParams
@@ -31,17 +44,21 @@ KvPolicy = Literal["keep", "recompute"]
 
 class Engine:
     def __init__(self, config: EngineConfig, *, initial_version: int = 0) -> None:
-        _check_config(config)
+        check_config(config)
         self.config = config
         if config.threads is not None:
             torch.set_num_threads(config.threads)
+        if config.gpu_share < 1 and config.device.startswith("cuda"):
+            torch.cuda.set_per_process_memory_fraction(config.gpu_share)
         self.folder: Path = resolve_folder(config.model)
+        self.followers = self._start_followers() if config.tensor_parallel_size > 1 else None
         self.decoder = load_decoder(
             self.folder,
             dtype=config.dtype,
-            device=config.device,
+            device=device_of(config, 0),
             max_model_len=config.max_model_len,
             kernels=config.kernels,
+            ranks=ALONE if self.followers is None else self.followers.join(),
         )
         if config.deterministic and self.decoder.compiled is None:
             raise ConfigError(
@@ -53,37 +70,67 @@ class Engine:
         self.eos_ids = eos_token_ids(self.folder)
         self.tokenizer = Tokenizer(self.folder)
         self.version = initial_version
+        self.rewriting = False
+        """an update is being received into the weights themselves: until it is committed they are of no version"""
         self.scheduler = self._new_scheduler()
-        self.runner = Runner(
-            self.decoder,
-            num_blocks=self.scheduler.allocator.num_blocks,
-            block_size=config.block_size,
-            num_window_blocks=self.scheduler.num_window_blocks,
-        )
+        self.runner = self._new_runner()
         windowed = self.scheduler.num_window_blocks is not None
         self.table = BlockTable(config.max_num_seqs, block_size=config.block_size, windowed=windowed)
         self.sampling = SamplingTable(config.max_num_seqs)
+        self.gpu_sampler = new_gpu_sampler(self.decoder)
         self.requests: dict[str, Request] = {}
         self.num_arrived = 0
+        self._depth = int(self._on_gpu if config.overlap is None else config.overlap)
+        """steps that may be in flight when `step` returns"""
+        self._flights: deque[Flight] = deque()
+        self._finished: list[Sequence] = []
+        """for the next `step` to return"""
         self.clock = StatsClock()
         self._costs = CostModel(
-            self.decoder.arch,
-            num_parameters=self.decoder.num_parameters,
+            replace(self.decoder.arch, num_kv_heads=self.decoder.local.num_kv_heads * config.tensor_parallel_size),
+            num_parameters=self.decoder.num_resident_parameters,
             element_size=self.decoder.embedding.element_size(),
         )
+
+    def _start_followers(self) -> Followers:
+        check_divisible(read_architecture(self.folder), self.config.tensor_parallel_size)
+        return Followers(self.config)
+
+    def _new_runner(self) -> Runner:
+        config = self.config
+        runner = RunnerConfig(
+            num_blocks=self.scheduler.allocator.num_blocks,
+            block_size=config.block_size,
+            num_window_blocks=self.scheduler.num_window_blocks,
+            graphs=self._on_gpu if config.cuda_graphs is None else config.cuda_graphs,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=self.max_model_len,
+        )
+        if self.followers is None:
+            return Runner(self.decoder, runner)
+        self.followers.start(runner)
+        return Runner(self.decoder, runner, tell=self.followers.tell)
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self.decoder.device.type == "cuda"
 
     def _new_scheduler(self) -> Scheduler:
         config = self.config
         # The widest window decides for all sliding layers; one that nothing outgrows is no window.
-        window = max((layer.window or 0 for layer in self.decoder.arch.layers), default=0)
+        window: int | None = max((layer.window or 0 for layer in self.decoder.arch.layers), default=0)
+        window = window if window and window < self.max_model_len else None
+        tokens = config.kv_cache_tokens
+        if tokens is None:
+            tokens = measured_kv_tokens(self.decoder, config, window=window)
         scheduler = Scheduler(
-            -(-config.kv_cache_tokens // config.block_size),
+            -(-tokens // config.block_size),
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
             max_tokens_per_step=config.max_tokens_per_step,
             prefix_caching=config.prefix_caching,
             static=config.batching == "static",
-            window=window if 0 < window < self.max_model_len else None,
+            window=window,
         )
         scheduler.cache.version = self.version
         return scheduler
@@ -154,6 +201,7 @@ class Engine:
 
     def abort(self, request_id: str) -> list[Sequence]:
         """The samples of the request that were not finished, with what they had. Empty for an unknown id."""
+        self._land(0)
         request = self.requests.get(request_id)
         if request is None:
             return []
@@ -165,51 +213,68 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        return bool(self.requests)
+        return bool(self.requests or self._finished)
 
     # One step
 
     def step(self) -> list[Sequence]:
-        """Compute and draw once; the samples that finished by it."""
-        if not self.scheduler.has_work:
-            return []
-        started, before = time.perf_counter(), replace(self.clock.totals)
-        plan = self.scheduler.schedule()
-        finished = self._give_up(plan)
-        self.table.update(entered=plan.entered, grown=plan.grown)
-        for sequence in plan.entered:
-            self.sampling.set(sequence)
-        self.runner.copy_blocks(plan.copies, plan.window_copies)
-        if plan.chunks or plan.starts:
-            finished += self._compute(plan)
-        self._retire(finished)
-        self.clock.spend(time.perf_counter() - started, before)
+        """Compute and draw once; the samples that are known to have finished since the last step."""
+        if self.scheduler.has_work:
+            assert not self.rewriting, "a step was asked for while the weights are being rewritten"
+            started, before = time.perf_counter(), replace(self.clock.totals)
+            plan = self.scheduler.schedule()
+            self.table.update(entered=plan.entered, grown=plan.grown)
+            for sequence in plan.entered:
+                self.sampling.set(sequence)
+            self.runner.copy_blocks(plan.copies, plan.window_copies)
+            drew = self._compute(plan) if plan.chunks or plan.starts else False
+            self._land(self._depth if drew else 0)
+            self._give_up(plan.outgrown)
+            if not self.scheduler.has_work:
+                self._land(0)  # nobody waits for these, all have stopped
+            self.clock.spend(time.perf_counter() - started, before)
+        finished, self._finished = self._finished, []
         return finished
 
-    def _give_up(self, plan: StepPlan) -> list[Sequence]:
-        for sequence in plan.outgrown:
+    def _land(self, depth: int) -> None:
+        """Read what was drawn until no more than `depth` steps are in flight."""
+        while len(self._flights) > depth:
+            landed = self._flights.popleft().land()
+            self.clock.totals.output_tokens += landed.num_tokens
+            self.clock.totals.slot_steps_used -= landed.num_wasted
+            self._finished += landed.finished
+            self._retire(landed.finished)
+
+    def _give_up(self, outgrown: list[Sequence]) -> None:
+        given_up = [sequence for sequence in outgrown if sequence.finish_reason is None]
+        for sequence in given_up:
             sequence.finish_reason = "abort"
             sequence.error = (
                 f"{sequence.num_tokens} tokens outgrew the KV pool alone; raise kv_cache_tokens or lower max_tokens"
             )
-        return list(plan.outgrown)
+        self._finished += given_up
+        self._retire(given_up)
 
-    def _compute(self, plan: StepPlan) -> list[Sequence]:
+    def _compute(self, plan: StepPlan) -> bool:
+        """Compute and draw; whether any token was drawn."""
         hidden = None
-        self._count(plan)
+        drawn_ids = self._flights[-1].token_ids_R if self._flights else None
+        self.clock.totals.count(plan, running=len(self.scheduler.running), slots_held=self.scheduler.slots_held)
         if plan.chunks:
             batch = self.table.batch(plan.chunks)
-            hidden = self.runner.run(batch)
+            hidden = self.runner.run(batch, drawn_ids)
             flops, num_bytes = self._costs.step(batch)
             self.clock.totals.tokens_computed += len(batch.token_ids_T)
             self.clock.totals.flops += flops
             self.clock.totals.bytes += num_bytes
-            if any(sequence.request.prompt_logprobs is not None for sequence, _ in plan.chunks):
-                self._record_prompt_logprobs(plan, hidden)
+            record_prompt_logprobs(plan, hidden, self.runner)
         drawing, logits = self._logits(plan, hidden)
         for sequence, count in plan.chunks:
             self.scheduler.computed(sequence, count)
-        return self._draw(drawing, logits) if drawing else []
+        if drawing:
+            sampled = sample(logits, self.sampling.batch(drawing, drawn_ids), self.decoder.team, self.gpu_sampler)
+            self._flights.append(Flight(drawing, sampled, self.version))
+        return bool(drawing)
 
     def _logits(self, plan: StepPlan, hidden: torch.Tensor | None) -> tuple[list[Sequence], torch.Tensor]:
         """The sequences that draw a token in this step, and a row of logits for each."""
@@ -218,7 +283,7 @@ class Engine:
         end = 0
         for sequence, count in plan.chunks:
             end += count
-            if sequence.num_computed + count == len(sequence.token_ids):
+            if sequence.num_computed + count == sequence.num_tokens:
                 drawing.append(sequence)
                 last_tokens.append(end - 1)
         if not drawing and not plan.starts:
@@ -227,59 +292,9 @@ class Engine:
         prompts += [s.request.shared_prompt for s in drawing if s.request.shared_prompt is not None]
         for prompt in prompts:
             if prompt.hidden is None and hidden is not None and prompt.leader in drawing:
-                prompt.hidden = hidden[last_tokens[drawing.index(prompt.leader)]]
+                prompt.hidden = hidden[last_tokens[drawing.index(prompt.leader)]].clone()
         kept = [prompt.hidden for _, prompt in plan.starts]
         return drawing + [sequence for sequence, _ in plan.starts], self.runner.logits(hidden, last_tokens, kept)
-
-    def _draw(self, drawing: list[Sequence], logits: torch.Tensor) -> list[Sequence]:
-        sampled = sample(logits, self.sampling.batch(drawing), self.decoder.team)
-        broken = sampled.broken_R
-        any_broken = bool(broken.any())
-        now = time.time()
-        finished = []
-        version = self.version
-        rows = zip(
-            drawing,
-            sampled.token_ids_R.tolist(),
-            sampled.logprobs_R.tolist(),
-            sampled.raw_logprobs_R.tolist(),
-            strict=True,
-        )
-        for row, (sequence, token, logprob, raw) in enumerate(rows):
-            if any_broken and broken[row]:
-                sequence.finish_reason = "abort"
-                sequence.error = f"the logits of output token {sequence.num_output} are not finite"
-                finished.append(sequence)
-                continue
-            if not sequence.logprobs:
-                sequence.t_first_token = now
-            if not sequence.span_starts or sequence.span_starts[-1][0] != version:
-                sequence.span_starts.append((version, len(sequence.logprobs)))
-            sequence.token_ids.append(token)
-            sequence.logprobs.append(logprob)
-            sequence.raw_logprobs.append(raw)
-            if row in sampled.top:
-                sequence.top_logprobs.append(sampled.top[row])
-            sequence.finish_reason = finish_reason(sequence)
-            if sequence.finish_reason is not None:
-                finished.append(sequence)
-        self.clock.totals.output_tokens += len(drawing) - int(broken.sum())
-        return finished
-
-    def _record_prompt_logprobs(self, plan: StepPlan, hidden: torch.Tensor) -> None:
-        start = 0
-        for sequence, count in plan.chunks:
-            known = sequence.request.prompt_logprobs
-            first = sequence.num_computed
-            # Only what is new: a sample that computes the prompt again finds its logprobs already there.
-            if known is not None and first + 1 <= len(known) < sequence.num_prompt:
-                skip = len(known) - first - 1
-                stop = min(first + count, sequence.num_prompt - 1)
-                targets = np.array(sequence.token_ids[first + skip + 1 : stop + 1], np.int64)
-                rows = hidden[start + skip : start + stop - first]
-                if len(targets):
-                    known.extend(self.runner.given_logprobs(rows, targets).tolist())
-            start += count
 
     def _retire(self, finished: list[Sequence]) -> None:
         if not finished:
@@ -293,29 +308,19 @@ class Engine:
             if sequence.request.finished:
                 self.requests.pop(sequence.request.request_id, None)
 
-    def _count(self, plan: StepPlan) -> None:
-        totals = self.clock.totals
-        totals.steps += 1
-        totals.live_batch_sum += len(self.scheduler.running)
-        totals.slot_steps += self.scheduler.slots_held
-        totals.slot_steps_used += len(plan.chunks) + len(plan.starts)
-        totals.prefill_tokens_shared += plan.num_shared_tokens
-        totals.preemptions += plan.num_preempted
-        prefill = 0
-        for sequence, count in plan.chunks:
-            if not sequence.logprobs:
-                prefill += count
-            elif (missing := sequence.num_tokens - sequence.num_computed) > 1:
-                totals.recomputed_tokens += min(count, missing - 1)
-        totals.prefill_tokens_computed += prefill
-        totals.prefill_steps += prefill > 0
-
     # Between two steps
 
     def update_weights(self, named: Any, version: int, *, kv: KvPolicy = "keep") -> None:
         """Stage, check and commit an iterable of (name, tensor)."""
         self.check_version(version)
-        self.commit(stage_tensors(named, self.decoder.specs, device=self.decoder.device), version, kv=kv)
+        staged = stage_tensors(named, self.decoder.specs, device=self.decoder.device)
+        self.share(staged)
+        self.commit(staged, version, kv=kv)
+
+    def share(self, staged: StagedUpdate) -> None:
+        """Bring a staged update to the other ranks, before its commit. From any thread, while steps go on."""
+        if self.followers is not None:
+            self.followers.stage(staged.tensors, self.decoder)
 
     def check_version(self, version: int) -> None:
         if version <= self.version:
@@ -323,13 +328,20 @@ class Engine:
 
     @torch.inference_mode()
     def commit(self, staged: StagedUpdate, version: int, *, kv: KvPolicy = "keep") -> float:
-        """Copy a staged update in place, addresses unchanged; the seconds that took."""
+        """Copy a staged update into the weights, addresses unchanged; the seconds that took."""
         if kv not in ("keep", "recompute"):
             raise ValueError(f"kv is {kv!r}; it must be 'keep' or 'recompute'")
         self.check_version(version)
         started = time.perf_counter()
-        for name, tensor in self.decoder.tensors.items():
-            tensor.copy_(staged.tensors[name])
+        self._land(0)
+        if self.followers is not None:
+            self.followers.tell("commit")
+        if not staged.in_place:
+            for name, tensor in self.decoder.tensors.items():
+                tensor.copy_(self.decoder.shards[name].of(staged.tensors[name]))
+        if self.decoder.device.type == "cuda":
+            torch.cuda.synchronize(self.decoder.device)  # who sent may now write what was copied from
+        self.rewriting = False
         self.version = version
         self.scheduler.change_version(version, recompute=kv == "recompute")
         seconds = time.perf_counter() - started
@@ -338,10 +350,18 @@ class Engine:
         return seconds
 
     def weights_checksum(self) -> str:
-        return model_checksum(self.decoder.tensors, self.decoder.specs)
+        return model_checksum(self.whole_weights(), self.decoder.specs)
+
+    def whole_weights(self) -> dict[str, torch.Tensor]:
+        """Of all ranks together, by their names in the checkpoint."""
+        if self.followers is not None:
+            self.followers.tell("collect")
+        return self.decoder.whole_tensors()
 
     def score(self, sequences: Items[np.ndarray]) -> list[np.ndarray]:
         """Raw logprob of each token after the first, given those before it, under the present weights."""
+        if self.rewriting:
+            raise WeightUpdateError("the weights are being rewritten: there are none to score with")
         scores: list[np.ndarray] = []
         part: list[np.ndarray] = []
         for sequence in sequences:
@@ -364,23 +384,3 @@ class Engine:
             prefix_hits=scheduler.cache.hits,
             version=self.version,
         )
-
-
-def _check_config(config: EngineConfig) -> None:
-    for name in ("max_num_seqs", "kv_cache_tokens", "block_size", "max_tokens_per_step", "max_model_len"):
-        value, least = getattr(config, name), 2 if name == "max_model_len" else 1
-        if value is None and name == "max_model_len":
-            continue
-        if not isinstance(value, int) or value < least:
-            raise ConfigError(f"{name} is {value!r}; it must be an integer >= {least}")
-    if config.batching not in ("continuous", "static"):
-        raise ConfigError(f"batching is {config.batching!r}; it must be 'continuous' or 'static'")
-    for name in ("quantization", "speculative"):
-        if getattr(config, name) is not None:
-            raise ConfigError(f"{name} is {getattr(config, name)!r}; this engine offers None alone")
-    try:
-        device = torch.device(config.device)
-    except RuntimeError:
-        raise ConfigError(f"device is {config.device!r}; it must be 'cpu' or 'cuda'") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device is 'cuda', but this machine or this build of torch has none")

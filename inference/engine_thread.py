@@ -26,7 +26,7 @@ class EngineThread:
         self._on_finished = on_finished
         self._changed = threading.Condition()
         self._commands: list[tuple[Callable[[], Any], Future[Any]]] = []
-        self._paused = False
+        self._pauses: set[str] = set()  # who wants the engine to stand still
         self._idle = True
         self._closing = False
         self._stalled: tuple[float, float | None] = (0.0, None)  # seconds, and since when it stands still again
@@ -42,12 +42,24 @@ class EngineThread:
             self._changed.notify_all()
         return future.result()
 
-    def pause(self) -> None:
-        """No step is made from when this returns until `resume`; requests are kept, commands still run."""
-        self.call(self._begin_pause)
+    def pause(self, who: str = "caller") -> None:
+        """No step is made from when this returns until this `who` resumes; requests are kept, commands still run."""
+        self.call(lambda: self.begin_pause(who))
 
-    def resume(self) -> None:
-        self.call(self._end_pause)
+    def resume(self, who: str = "caller") -> None:
+        self.call(lambda: self.end_pause(who))
+
+    def begin_pause(self, who: str) -> None:
+        """`pause` from a command, on the engine's thread."""
+        self._pauses.add(who)
+        seconds, since = self._stalled
+        self._stalled = (seconds, time.perf_counter() if since is None else since)
+
+    def end_pause(self, who: str) -> None:
+        """`resume` from a command, on the engine's thread. Nothing if `who` did not pause."""
+        self._pauses.discard(who)
+        if not self._pauses:
+            self._stalled = (self.stalled_seconds(), None)
 
     def wait_idle(self, timeout_seconds: float) -> bool:
         """True once no request is unfinished, False after the timeout."""
@@ -72,15 +84,6 @@ class EngineThread:
         before, since = self._stalled
         if since is None:
             self._stalled = (before + seconds, None)
-
-    def _begin_pause(self) -> None:
-        self._paused = True
-        seconds, since = self._stalled
-        self._stalled = (seconds, time.perf_counter() if since is None else since)
-
-    def _end_pause(self) -> None:
-        self._stalled = (self.stalled_seconds(), None)
-        self._paused = False
 
     def _check(self) -> None:
         if self.failure is not None:
@@ -109,7 +112,7 @@ class EngineThread:
                 self._idle = not self.engine.has_unfinished
                 if self._idle:
                     self._changed.notify_all()
-                self._changed.wait_for(lambda: self._closing or self._commands or not (self._paused or self._idle))
+                self._changed.wait_for(lambda: self._closing or self._commands or not (self._pauses or self._idle))
                 if self._closing:
                     return
                 commands, self._commands = self._commands, []
@@ -120,7 +123,7 @@ class EngineThread:
                     future.set_result(command())
                 except Exception as error:  # the caller's; the engine goes on
                     future.set_exception(error)
-            if not self._paused:
+            if not self._pauses:
                 finished = self.engine.step()
                 if finished:
                     self._on_finished(finished)

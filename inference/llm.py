@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from inference.device_peaks import device_peaks
-from inference.engine import Engine, KvPolicy
+from inference.engine import KvPolicy
+from inference.recorded_engine import open_engine
 from inference.request import Request, Sequence
 from inference.stopping import output_text
 from inference.tokenizer import Tokenizer
@@ -96,7 +97,7 @@ class LLM:
 
     def __init__(self, model: str | Path, **options: Any) -> None:
         config = EngineConfig(model=str(model), **_checked(options))
-        self.engine = Engine(config)
+        self.engine = open_engine(config, name="llm", initial_version=0)
         self._num_requests = 0
         self._aborted: list[RequestOutput] = []
 
@@ -136,8 +137,9 @@ class LLM:
     def step(self) -> list[RequestOutput]:
         """One engine step; the requests all of whose samples are finished now."""
         outputs, self._aborted = self._aborted, []
-        finished = {id(sequence.request): sequence.request for sequence in self.engine.step()}
-        return outputs + [self._output(request) for request in finished.values() if request.finished]
+        told = {output.request_id for output in outputs}
+        finished = {sequence.request.request_id: sequence.request for sequence in self.engine.step()}
+        return outputs + [self._output(r) for r in finished.values() if r.finished and r.request_id not in told]
 
     def has_unfinished(self) -> bool:
         return self.engine.has_unfinished or bool(self._aborted)
@@ -173,8 +175,10 @@ class LLM:
         return [int(token) for token in ids]
 
     def device_peaks(self) -> tuple[float, float, str]:
-        """(FLOP/s, bytes/s, where the figures come from) of what this engine runs on."""
-        return device_peaks(self.engine.decoder.device)
+        """(FLOP/s, bytes/s, where the figures come from) of what this engine runs on, all its devices together."""
+        flops, bandwidth, source = device_peaks(self.engine.decoder.device)
+        size = self.engine.decoder.ranks.size
+        return size * flops, size * bandwidth, source if size == 1 else f"{size} times {source}"
 
     def _add(
         self, prompt: list[int], params: SamplingParams, *, lengths: Items[int] | None = None, priority: int = 0

@@ -1,6 +1,6 @@
 """Log-probabilities, always float32: of drawn tokens, of the likeliest ones, of given tokens.
 
-Suffixes: R rows, V vocabulary.
+Suffixes: R rows, V vocabulary, K likeliest tokens.
 """
 
 import torch
@@ -16,7 +16,7 @@ def token_logprobs(logits_RV: torch.Tensor, token_ids_R: torch.Tensor) -> torch.
     return logits_RV.gather(1, token_ids_R[:, None])[:, 0] - log_sum_exp(logits_RV)
 
 
-def likeliest(logits_V: torch.Tensor, lse: float, k: int) -> list[tuple[int, float]]:
-    """The k likeliest ids with their logprobs, best first."""
-    values, ids = logits_V.topk(min(k, len(logits_V)))
-    return list(zip(ids.tolist(), (values - lse).tolist(), strict=True))
+def likeliest(logits_V: torch.Tensor, lse: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k likeliest ids and their logprobs, best first."""
+    values_K, ids_K = logits_V.topk(min(k, len(logits_V)))
+    return ids_K, values_K - lse

@@ -78,7 +78,8 @@ class PrefixCache:
         """Make the full, computed blocks of `sequence` findable. The caller vouches for their version."""
         size = self.block_size
         hashes = sequence.block_hashes
-        while (len(hashes) + 1) * size <= sequence.num_computed:
+        known = min(sequence.num_computed, len(sequence.token_ids))  # the id of the last token may be in flight
+        while (len(hashes) + 1) * size <= known:
             index = len(hashes)
             tokens = tuple(sequence.token_ids[index * size : (index + 1) * size])
             parent = hashes[-1] if hashes else self._root()

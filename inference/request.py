@@ -33,6 +33,10 @@ class Sequence:
     """leading entries of `window_blocks` that are -1"""
     num_shared: int = 0
     """leading blocks that another table may hold too; writing into one of them copies it first"""
+    in_flight: int = 0
+    """tokens behind `token_ids` that are drawn, but whose ids only the device knows yet"""
+    drawn_row: int = -1
+    """where among the ids of the newest draw that token is"""
     row: int = -1
     """slot of the batch while running, else -1"""
     order: int = 0
@@ -58,10 +62,12 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.token_ids)
+        """Those in flight included: what planning counts with."""
+        return len(self.token_ids) + self.in_flight
 
     @property
     def num_output(self) -> int:
+        """Output tokens whose ids are known."""
         return len(self.token_ids) - self.num_prompt
 
     @property

@@ -8,17 +8,21 @@ Suffixes: R rows (tokens to draw), S a subset of rows, V vocabulary.
 """
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from inference import noise
-from inference.kernels import cpu_sampler, cpu_truncation
-from inference.kernels.cpu_team import Team, new_signals
-from inference.kernels.cpu_tile import LANES
 from inference.logprobs import likeliest, log_sum_exp
+from inference.model.step_tensors import on_device
 from inference.request import Sequence
 from olmorl.contract.generation import SamplingParams
+
+if TYPE_CHECKING:
+    from inference.gpu_sampling import GpuSampler
+    from inference.kernels import cpu_sampler
+    from inference.kernels.cpu_team import Team
 
 _DRAWS_PER_THREAD = 1 << 18  # logits; below them, one more thread costs more to wake than it looks through
 
@@ -38,10 +42,17 @@ class SamplingBatch:
     """rows that must not draw some ids yet (min_tokens)"""
     num_top_R: list[tuple[int, int]] = field(default_factory=list)
     """rows that want this many likeliest tokens"""
+    drawn_ids: torch.Tensor | None = None
+    """ids of the draw before, on the device: sequences with a token in flight find theirs there"""
 
     @property
     def truncated_R(self) -> np.ndarray:
         return ((self.top_k_R > 0) | (self.top_p_R < 1) | (self.min_p_R > 0)) & (self.temperatures_R > 0)
+
+    @property
+    def scales_R(self) -> np.ndarray:
+        """What logits are divided by; greedy rows by 1."""
+        return np.where(self.temperatures_R == 0, np.float32(1), self.temperatures_R)
 
     def ruled_rows(self) -> np.ndarray:
         """The rows that more than temperature applies to, ascending."""
@@ -60,16 +71,32 @@ class SamplingBatch:
             self.words_R2[rows_S],
             [(place[row], sequence) for row, sequence in self.penalized],
             [(place[row], ids) for row, ids in self.masked],
+            drawn_ids=self.drawn_ids,
         )
 
 
 @dataclass(slots=True)
 class Sampled:
-    token_ids_R: np.ndarray  # int64
-    logprobs_R: np.ndarray  # float32, of the distribution drawn from
-    raw_logprobs_R: np.ndarray  # float32, log-softmax of the untouched logits
-    broken_R: np.ndarray  # bool: logits that are not a distribution (NaN, +inf, nothing left to draw)
-    top: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
+    """Tensors where they were drawn: on the device, or on the host after `to_host`."""
+
+    token_ids_R: torch.Tensor  # int64
+    logprobs_R: torch.Tensor  # float32, of the distribution drawn from
+    raw_logprobs_R: torch.Tensor  # float32, log-softmax of the untouched logits
+    broken_R: torch.Tensor  # bool: logits that are not a distribution (NaN, +inf, nothing left to draw)
+    top: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    """the likeliest ids and their logprobs, for rows that want them"""
+
+    def to_host(self) -> "Sampled":
+        """Starts the copies and does not wait for them; itself on a CPU."""
+        if self.token_ids_R.device.type == "cpu":
+            return self
+        return Sampled(
+            _to_host(self.token_ids_R),
+            _to_host(self.logprobs_R),
+            _to_host(self.raw_logprobs_R),
+            _to_host(self.broken_R),
+            {row: (_to_host(ids_K), _to_host(logprobs_K)) for row, (ids_K, logprobs_K) in self.top.items()},
+        )
 
 
 class SamplingTable:
@@ -93,41 +120,46 @@ class SamplingTable:
         self.keys[row] = noise.sequence_key(sequence.request.noise_key, sequence.sample_index)
         self.special[row] = _has_penalty(params) or params.min_tokens > 0 or params.logprobs > 0
 
-    def batch(self, sequences: list[Sequence]) -> SamplingBatch:
+    def batch(self, sequences: list[Sequence], drawn_ids: torch.Tensor | None = None) -> SamplingBatch:
         rows = np.array([s.row for s in sequences], np.int64)
-        positions = np.array([len(s.token_ids) - s.num_prompt for s in sequences], np.int64)
+        positions = np.array([s.num_tokens - s.num_prompt for s in sequences], np.int64)
         batch = SamplingBatch(
             self.temperatures[rows],
             self.top_k[rows],
             self.top_p[rows],
             self.min_p[rows],
             noise.row_words(self.keys[rows], positions),
+            drawn_ids=drawn_ids,
         )
         for index in np.flatnonzero(self.special[rows]).tolist():
             sequence = sequences[index]
             params = sequence.request.params
             if _has_penalty(params):
                 batch.penalized.append((index, sequence))
-            if sequence.num_output < params.min_tokens and sequence.request.stop_ids:
+            if positions[index] < params.min_tokens and sequence.request.stop_ids:
                 batch.masked.append((index, sorted(sequence.request.stop_ids)))
             if params.logprobs:
                 batch.num_top_R.append((index, params.logprobs))
         return batch
 
 
-def _scales(batch: SamplingBatch) -> np.ndarray:
-    return np.where(batch.temperatures_R == 0, np.float32(1), batch.temperatures_R)
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 def _has_penalty(params: SamplingParams) -> bool:
     return params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
 
 
-def sample(logits_RV: torch.Tensor, batch: SamplingBatch, team: Team | None = None) -> Sampled:
-    """`logits_RV` is float32 and left as it is. A team draws with compiled kernels."""
+def sample(
+    logits_RV: torch.Tensor, batch: SamplingBatch, team: "Team | None" = None, gpu: "GpuSampler | None" = None
+) -> Sampled:
+    """`logits_RV` is float32 and left as it is. A team draws with compiled kernels, a GPU with Triton's."""
+    if gpu is not None:
+        return gpu.sample(logits_RV, batch)
     if team is None:
         return sample_torch(logits_RV, batch)
-    drawn = draw_compiled(logits_RV, _scales(batch), batch.words_R2, batch.temperatures_R == 0, team)
+    drawn = draw_compiled(logits_RV, batch.scales_R, batch.words_R2, batch.temperatures_R == 0, team)
     rows_S = batch.ruled_rows()
     final_SV = torch.empty(0)
     if len(rows_S):
@@ -139,19 +171,24 @@ def sample(logits_RV: torch.Tensor, batch: SamplingBatch, team: Team | None = No
         drawn.scores_2R[0, rows_S] = ruled.scores_2R[0]
         drawn.scores_2R[1, rows_S] = logits_RV[torch.from_numpy(rows_S), torch.from_numpy(ruled.token_ids_R)].numpy()
     final = {row: final_SV[index] for index, row in enumerate(rows_S.tolist())}
-    logprobs_2R = drawn.scores_2R - drawn.lse_2R
+    token_ids_R, lse_2R = torch.from_numpy(drawn.token_ids_R), torch.from_numpy(drawn.lse_2R)
+    logprobs_2R = torch.from_numpy(drawn.scores_2R) - lse_2R
     top = {}
     for row, k in batch.num_top_R:
         x_V = final.get(row)
-        x_V = logits_RV[row] / float(_scales(batch)[row]) if x_V is None else x_V
-        top[row] = likeliest(x_V, float(drawn.lse_2R[0, row]), k)
-    return Sampled(drawn.token_ids_R, logprobs_2R[0], logprobs_2R[1], ~np.isfinite(drawn.lse_2R).all(axis=0), top)
+        x_V = logits_RV[row] / float(batch.scales_R[row]) if x_V is None else x_V
+        top[row] = likeliest(x_V, lse_2R[0, row], k)
+    return Sampled(token_ids_R, logprobs_2R[0], logprobs_2R[1], ~torch.isfinite(lse_2R).all(0), top)
 
 
 def draw_compiled(
-    logits_RV: torch.Tensor, scales_R: np.ndarray, words_R2: np.ndarray, greedy_R: np.ndarray, team: Team
-) -> cpu_sampler.Draw:
+    logits_RV: torch.Tensor, scales_R: np.ndarray, words_R2: np.ndarray, greedy_R: np.ndarray, team: "Team"
+) -> "cpu_sampler.Draw":
     """Draws from softmax(logits / scales), cut to the rows there are."""
+    from inference.kernels import cpu_sampler  # numba, which a machine with a GPU can do without
+    from inference.kernels.cpu_team import new_signals
+    from inference.kernels.cpu_tile import LANES
+
     rows, vocab_size = logits_RV.shape
     panels, chunks = -(-rows // LANES), -(-vocab_size // cpu_sampler.CHUNK)
     padded = panels * LANES
@@ -166,16 +203,17 @@ def draw_compiled(
     parts = np.empty((panels, chunks, cpu_sampler.NUM_FIELDS, LANES), np.float32)
     part_ids = np.empty((panels, chunks, LANES), np.int64)
     threads = 1 + min(team.threads - 1, padded * vocab_size // _DRAWS_PER_THREAD)
-    team.run(cpu_sampler.draw, new_signals(1), _panels(logits_RV, padded), draw, parts, part_ids, threads=threads)
+    logits_VR = _panels(logits_RV, padded, LANES)
+    team.run(cpu_sampler.draw, new_signals(1), logits_VR, draw, parts, part_ids, threads=threads)
     return cpu_sampler.Draw(*(array[..., :rows] for array in draw))
 
 
-def _panels(logits_RV: torch.Tensor, padded: int) -> np.ndarray:
+def _panels(logits_RV: torch.Tensor, padded: int, lanes: int) -> np.ndarray:
     """[V, R] with rows padded to whole panels: the memory itself where it is laid out so, else a copy."""
     rows, vocab_size = logits_RV.shape
     step = logits_RV.stride(1)
     room = logits_RV.untyped_storage().nbytes() // 4 - logits_RV.storage_offset()
-    if logits_RV.stride(0) == 1 and step % LANES == 0 and step >= padded and room >= step * (vocab_size - 1) + padded:
+    if logits_RV.stride(0) == 1 and step % lanes == 0 and step >= padded and room >= step * (vocab_size - 1) + padded:
         return logits_RV.as_strided((vocab_size, padded), (step, 1)).numpy()
     panels_VR = np.zeros((vocab_size, padded), np.float32)
     panels_VR[:, :rows] = logits_RV.numpy().T
@@ -189,9 +227,9 @@ def sample_torch(logits_RV: torch.Tensor, batch: SamplingBatch) -> Sampled:
     scores_RV = final_RV
     greedy_R = batch.temperatures_R == 0
     if not greedy_R.all():
-        noise_RV = noise.gumbel(torch.from_numpy(batch.words_R2).to(logits_RV.device), logits_RV.shape[1])
+        noise_RV = noise.gumbel(on_device(batch.words_R2, logits_RV.device), logits_RV.shape[1])
         if greedy_R.any():
-            noise_RV[torch.from_numpy(greedy_R).to(logits_RV.device)] = 0
+            noise_RV.masked_fill_(on_device(greedy_R, logits_RV.device)[:, None], 0)
         scores_RV = final_RV + noise_RV
     token_R1 = scores_RV.argmax(-1, keepdim=True)
     raw_R = logits_RV.gather(1, token_R1)[:, 0] - raw_lse_R
@@ -201,52 +239,64 @@ def sample_torch(logits_RV: torch.Tensor, batch: SamplingBatch) -> Sampled:
         lse_R = log_sum_exp(final_RV)
         logprobs_R = final_RV.gather(1, token_R1)[:, 0] - lse_R
     return Sampled(
-        token_R1[:, 0].cpu().numpy(),
-        logprobs_R.cpu().numpy(),
-        raw_R.cpu().numpy(),
-        ~(torch.isfinite(raw_lse_R) & torch.isfinite(lse_R)).cpu().numpy(),
-        {row: likeliest(final_RV[row], float(lse_R[row]), k) for row, k in batch.num_top_R},
+        token_R1[:, 0],
+        logprobs_R,
+        raw_R,
+        ~(torch.isfinite(raw_lse_R) & torch.isfinite(lse_R)),
+        {row: likeliest(final_RV[row], lse_R[row], k) for row, k in batch.num_top_R},
     )
 
 
-def process(logits_RV: torch.Tensor, batch: SamplingBatch, team: Team | None = None) -> torch.Tensor:
+def process(logits_RV: torch.Tensor, batch: SamplingBatch, team: "Team | None" = None) -> torch.Tensor:
     """Logits of the distribution each row is drawn from; `logits_RV` itself when no row changes anything."""
-    scale_R, truncated_R = _scales(batch), batch.truncated_R
+    scale_R, truncated_R = batch.scales_R, batch.truncated_R
     scaled, truncated = bool((scale_R != 1).any()), bool(truncated_R.any())
     if not (scaled or truncated or batch.penalized or batch.masked):
         return logits_RV
     x_RV = logits_RV.clone()
     for row, sequence in batch.penalized:
-        penalize(x_RV[row], sequence.token_ids, sequence.num_prompt, sequence.request.params)
+        history_T = on_device(np.array(sequence.token_ids, np.int64), x_RV.device)
+        if sequence.in_flight:
+            assert batch.drawn_ids is not None
+            history_T = torch.cat([history_T, batch.drawn_ids[sequence.drawn_row, None]])
+        penalize(x_RV[row], history_T, sequence.num_prompt, sequence.request.params)
     for row, ids in batch.masked:
-        x_RV[row, ids] = -torch.inf
+        x_RV[row].index_fill_(0, on_device(np.array(ids, np.int64), x_RV.device), -torch.inf)
     if scaled:
-        x_RV /= torch.from_numpy(scale_R).to(x_RV.device)[:, None]
+        x_RV /= on_device(scale_R, x_RV.device)[:, None]
     if truncated:
         rows_S = np.flatnonzero(truncated_R)
-        index_S = torch.from_numpy(rows_S).to(x_RV.device)
+        index_S = on_device(rows_S, x_RV.device)
         x_SV = x_RV if len(rows_S) == len(x_RV) else x_RV[index_S]
         limits = [a[rows_S] for a in (batch.top_k_R, batch.top_p_R, batch.min_p_R)]
         if team is not None:
+            from inference.kernels import cpu_truncation
+            from inference.kernels.cpu_team import new_signals
+
             team.run(cpu_truncation.truncate, new_signals(1), x_SV.numpy(), *limits)
         else:
-            kept_SV = kept_tokens(x_SV, *(torch.from_numpy(a).to(x_RV.device) for a in limits))
+            kept_SV = kept_tokens(x_SV, *(on_device(a, x_RV.device) for a in limits))
             x_SV.masked_fill_(~kept_SV, -torch.inf)
         if x_SV is not x_RV:
             x_RV[index_S] = x_SV
     return x_RV
 
 
-def penalize(x_V: torch.Tensor, token_ids: list[int], num_prompt: int, params: SamplingParams) -> None:
-    """In place. Repetition counts prompt and output, once a distinct token; the other two count output alone."""
+def penalize(x_V: torch.Tensor, history_T: torch.Tensor, num_prompt: int, params: SamplingParams) -> None:
+    """In place. Repetition counts prompt and output, once a distinct token; the other two count output alone.
+
+    Nothing is read back from the device: the newest token may be known there alone.
+    """
     if params.repetition_penalty != 1:
-        seen = torch.from_numpy(np.unique(token_ids)).to(x_V.device)
-        seen_x = x_V[seen]
-        x_V[seen] = torch.where(seen_x < 0, seen_x * params.repetition_penalty, seen_x / params.repetition_penalty)
-    if len(token_ids) > num_prompt and (params.frequency_penalty or params.presence_penalty):
-        ids, counts = np.unique(token_ids[num_prompt:], return_counts=True)
-        penalty = params.frequency_penalty * counts + params.presence_penalty
-        x_V[torch.from_numpy(ids).to(x_V.device)] -= torch.from_numpy(penalty.astype(np.float32)).to(x_V.device)
+        x_T = x_V[history_T]
+        # A token that comes twice is written twice, with the same value.
+        x_V[history_T] = torch.where(x_T < 0, x_T * params.repetition_penalty, x_T / params.repetition_penalty)
+    output_T = history_T[num_prompt:]
+    if len(output_T) and (params.frequency_penalty or params.presence_penalty):
+        counts_V = torch.zeros(len(x_V), dtype=torch.float64, device=x_V.device)
+        counts_V.index_add_(0, output_T, torch.ones_like(output_T, dtype=torch.float64))
+        counts_T = counts_V[output_T]
+        x_V[output_T] -= (params.frequency_penalty * counts_T + params.presence_penalty).float()
 
 
 def kept_tokens(

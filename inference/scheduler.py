@@ -4,6 +4,9 @@ There are no prefill and decode phases: every running sequence asks for `num_tok
 budget, then waiting requests do. When blocks run out, the newest sequence gives its own back and is recomputed later.
 The prompt of a request is computed once; its other samples begin from the shared blocks.
 
+Where tokens are read one step late (`Sequence.in_flight`), a step is planned before those of the last one are known:
+whoever may still run on does. One that turns out to have stopped has used a slot for nothing, and that is all.
+
 Static batching is the same policy with one difference: the row of a finished sequence stays empty until the whole
 batch of `max_num_seqs` sequences is done. It is there to be compared with. No torch here.
 """
@@ -111,7 +114,7 @@ class Scheduler:
     def computed(self, sequence: Sequence, count: int) -> None:
         """`count` more tokens of `sequence` have their KV in the pool."""
         sequence.num_computed += count
-        full = sequence.num_computed // self.block_size
+        full = min(sequence.num_computed, len(sequence.token_ids)) // self.block_size
         if self.prefix_caching and sequence.publishable and full > len(sequence.block_hashes):
             self.cache.publish(sequence)
         self.kv.slide(sequence)
@@ -156,8 +159,9 @@ class Scheduler:
         while index < len(self.running) and budget:
             sequence = self.running[index]
             computed = sequence.num_computed
-            count = min(len(sequence.token_ids) - computed, budget)
-            if self.kv.fits(sequence, computed + count) or self._grow(sequence, computed + count, plan):
+            count = min(sequence.num_tokens - computed, budget)
+            ends = sequence.num_tokens >= sequence.max_tokens  # its last token is in flight
+            if not ends and (self.kv.fits(sequence, computed + count) or self._grow(sequence, computed + count, plan)):
                 plan.chunks.append((sequence, count))
                 budget -= count
                 if sequence.request.leader is sequence:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from inference.model.architecture import Architecture
+from inference.scheduler import StepPlan
 from inference.step_batch import StepBatch
 
 
@@ -44,6 +45,23 @@ class EngineStats:
     """time in which weight updates held the engine up"""
     finished: int = 0
     errors: int = 0
+
+    def count(self, plan: StepPlan, *, running: int, slots_held: int) -> None:
+        """One step more, before it is computed."""
+        self.steps += 1
+        self.live_batch_sum += running
+        self.slot_steps += slots_held
+        self.slot_steps_used += len(plan.chunks) + len(plan.starts)
+        self.prefill_tokens_shared += plan.num_shared_tokens
+        self.preemptions += plan.num_preempted
+        prefill = 0
+        for sequence, count in plan.chunks:
+            if sequence.num_tokens == sequence.num_prompt:
+                prefill += count
+            elif (missing := sequence.num_tokens - sequence.num_computed) > 1:
+                self.recomputed_tokens += min(count, missing - 1)
+        self.prefill_tokens_computed += prefill
+        self.prefill_steps += prefill > 0
 
 
 class CostModel:

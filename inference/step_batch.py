@@ -3,14 +3,18 @@
 Token arrays hold the chunks of all sequences one behind the other, no padding. A slot is a place in the KV pool
 (block * block_size + offset).
 
-Suffixes: T tokens, C chunks, R rows of the block table, W its width.
+Suffixes: T tokens, U tokens whose ids are in flight, C chunks, R rows of the block table, W its width.
 """
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from inference.request import Sequence
+
+if TYPE_CHECKING:
+    from inference.model.step_tensors import StepTensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +27,22 @@ class StepBatch:
     block_table_RW: np.ndarray  # int32
     windowed: "StepBatch | None" = None
     """the same step as the pool of the sliding layers has it, where they have one of their own"""
+    unread_2U: np.ndarray | None = None
+    """int64, where tokens are in flight: places of `token_ids_T` that hold no id yet, and which of the ids drawn last
+    belongs in each"""
+    tensors: "StepTensors | None" = None
+    """the arrays on the device, once they are there"""
+
+    @property
+    def only_decodes(self) -> bool:
+        """One token of each sequence."""
+        return len(self.chunk_ends_C) == len(self.token_ids_T)
+
+    def trimmed(self, block_size: int) -> "StepBatch":
+        """Without the columns of the block tables that no position of this step reaches."""
+        step = self if self.windowed is None else replace(self, windowed=self.windowed.trimmed(block_size))
+        width = int(self.positions_T.max()) // block_size + 1
+        return replace(step, block_table_RW=self.block_table_RW[:, :width])
 
 
 class BlockTable:
@@ -49,10 +69,17 @@ class BlockTable:
         positions: list[int] = []
         rows: list[int] = []
         ends: list[int] = []
+        unread: list[int] = []
+        drawn: list[int] = []
         for sequence, count in chunks:
             start = sequence.num_computed
             if count == 1:
-                tokens.append(sequence.token_ids[start])
+                if start < len(sequence.token_ids):
+                    tokens.append(sequence.token_ids[start])
+                else:
+                    unread.append(len(tokens))
+                    drawn.append(sequence.drawn_row)
+                    tokens.append(0)
                 positions.append(start)
                 rows.append(sequence.row)
             else:
@@ -61,6 +88,8 @@ class BlockTable:
                 rows += [sequence.row] * count
             ends.append(len(tokens))
         batch = make_batch(tokens, positions, rows, ends, self.table_RW, block_size=self.block_size)
+        if unread:
+            batch = replace(batch, unread_2U=np.array([unread, drawn], np.int64))
         if self.window_table_RW is None:
             return batch
         table_RW = self.window_table_RW

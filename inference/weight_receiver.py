@@ -1,25 +1,33 @@
-"""The receiving end of a weight broadcast: buckets arrive into staging while the engine decodes on.
+"""The receiving end of a weight update.
 
-The caller's thread blocks in `receive`; gloo, CRC-32 and the finiteness check all release the GIL. Nothing here
-touches a weight that serves. A group that broke or missed its deadline is left at once: one late member would hold
-every later collective up, so the driver forms a new group under a new epoch. A reset interrupts a receive that still
-waits; what the transport does with its buffers after that concerns nobody.
+The caller's thread blocks in `receive`; the transports, CRC-32 and the finiteness check all release the GIL. A group
+that broke or missed its deadline is left at once: one late member would hold every later collective up, so the driver
+forms a new group under a new epoch. A reset interrupts a receive that still waits.
+
+Where the bytes lie until the commit is `staging`, for a model of B bytes in buckets of at most b:
+
+    device   a second set of buffers beside the weights, kept from update to update: B on the device
+    host     the same in the host's memory, pinned for a GPU: B on the host, b on the device where NCCL brings them
+    none     the weights themselves, which the engine must not read before the update is whole: b on the device
+
+Over `ipc` they stay in the sender's own buckets, which this process maps: nothing here, whatever the staging.
 """
 
 import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from inference.staged_update import StagedUpdate, check_tensor, checksum
+from inference.receiver_link import GroupLink, SharedLink
+from inference.staged_update import StagedUpdate, check_tensor
 from olmorl.contract.errors import ConfigError, SyncError, WeightUpdateError
-from olmorl.contract.weights import Bucket, Manifest, SyncGroup, TensorSpec, plan_buckets
+from olmorl.contract.weights import Bucket, Manifest, SyncGroup, TensorSpec, bucket_checksums, plan_buckets
 
-COMPLETION_POLL_SECONDS = 0.0005  # gloo's own wait cannot be interrupted
+STAGING = ("auto", "device", "host", "none")
+SPARE_SHARE = 0.1  # of an update, that a device must have free beside it for staging "auto" to take the device
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,40 +38,60 @@ class ReceivedUpdate:
 
 
 class WeightReceiver:
-    def __init__(self, specs: tuple[TensorSpec, ...], *, device: torch.device) -> None:
+    def __init__(
+        self, specs: tuple[TensorSpec, ...], *, device: torch.device, weights: dict[str, torch.Tensor]
+    ) -> None:
+        """`weights` are written by staging "none" alone."""
         self.specs = specs
         self.device = device
+        self.staging = "device"
+        self._weights = weights
         self._manifest: Manifest | None = None
-        self._group: Any = None
+        self._buffers: dict[int, torch.Tensor] = {}  # by bucket: staging "device" and "host"
+        self._scratch: torch.Tensor | None = None  # on the device, as large as the largest bucket
+        self._link: GroupLink | SharedLink | None = None
         self._membership: SyncGroup | None = None
         self._received: ReceivedUpdate | None = None
         self._joining = -1  # epoch of the newest call of join
         self._interrupt = threading.Event()  # one for each membership
 
-    def plan(self, bucket_bytes: int) -> Manifest:
+    def plan(self, bucket_bytes: int, staging: str = "device") -> Manifest:
         """Both sides cut the same tensors by the same rule, so only the bound need be agreed on."""
+        if staging not in STAGING:
+            raise ConfigError(f"sync.staging is {staging!r}; it must be one of {', '.join(STAGING)}")
+        if staging == "none" and any(self._weights[spec.name].shape != spec.shape for spec in self.specs):
+            raise ConfigError("sync.staging = 'none' receives whole tensors into place: it needs tensor_parallel = 1")
         self._manifest = plan_buckets(self.specs, bucket_bytes=bucket_bytes)
+        self.staging = self._pick(self._manifest.num_bytes) if staging == "auto" else staging
+        self._drop_buffers()
         return self._manifest
 
     def join(self, membership: SyncGroup) -> None:
         """Blocks until all members of the group are there, or the deadline passes."""
         self.leave()
         self.discard()
+        if self._manifest is None:
+            raise SyncError("no buckets are planned; plan_updates comes first")
         self._joining = membership.epoch
+        interrupt = self._interrupt = threading.Event()
         timeout = timedelta(seconds=membership.timeout_seconds)
         try:
             store = dist.TCPStore(membership.host, membership.port, is_master=False, timeout=timeout)
             prefixed = dist.PrefixStore(f"sync/{membership.epoch}", store)
-            group = _process_group(membership, prefixed, timeout)
+            link: GroupLink | SharedLink
+            if membership.transport == "ipc":
+                link = SharedLink(prefixed, membership, self._manifest, device=self.device, interrupt=interrupt)
+            else:
+                link = GroupLink(prefixed, membership)
         except RuntimeError as error:
             raise SyncError(f"{_who(membership)} could not join: {error}") from None
         if self._joining != membership.epoch:
             raise SyncError(f"{_who(membership)} was reset while it joined")
-        self._group, self._membership, self._interrupt = group, membership, threading.Event()
+        self._link, self._membership = link, membership
 
     def leave(self) -> None:
         self._interrupt.set()
-        self._group = self._membership = None
+        self._link = self._membership = None
 
     def reset(self, epoch: int) -> None:
         """Leave the group, unless it is newer than `epoch`, and drop what is staged."""
@@ -72,24 +100,40 @@ class WeightReceiver:
             self.leave()
         self.discard()
 
+    @property
+    def writes_in_place(self) -> bool:
+        """True when `receive` changes the weights themselves: no step may be made until a whole update is committed."""
+        return self.staging == "none" and isinstance(self._link, GroupLink)
+
     def receive(self, version: int) -> None:
         """Blocks until every bucket is staged and summed. SyncError: nothing is staged and the group is left."""
-        group, membership = self._group, self._membership
-        if group is None or membership is None:
+        link, membership, interrupt = self._link, self._membership, self._interrupt
+        if link is None or membership is None or self._manifest is None:
             raise SyncError("this worker is in no sync group; join_sync_group comes first")
-        if self._manifest is None:
-            raise SyncError("no buckets are planned; plan_updates comes first")
         self.discard()
         started = time.monotonic()
         deadline = started + membership.timeout_seconds
-        update = StagedUpdate({})
+        update = StagedUpdate({}, in_place=self.writes_in_place)
         refusal: WeightUpdateError | None = None
         for bucket in self._manifest.buckets:
-            buffer = self._receive_bucket(bucket, version, group=group, membership=membership, deadline=deadline)
             try:
-                self._stage(bucket, buffer, update)
-            except WeightUpdateError as error:  # later buckets must still be taken, or the sender would wait for us
-                refusal = refusal or error
+                if isinstance(link, SharedLink):
+                    data = link.receive(bucket, version, deadline=deadline, interrupt=interrupt)
+                else:
+                    data = self._receive_copy(link, bucket, deadline=deadline, interrupt=interrupt)
+            except RuntimeError as error:
+                if self._membership is membership:
+                    self.leave()
+                raise SyncError(
+                    f"{_who(membership)} waited for bucket {bucket.index + 1} of version {version} from rank 0: {error}"
+                ) from None
+            if refusal is None:  # later buckets must still be taken, or the sender would wait for us
+                try:
+                    self._stage(bucket, data, update)
+                except WeightUpdateError as error:
+                    refusal = error
+        if isinstance(link, SharedLink):
+            link.finish(version)
         if refusal is not None:
             raise refusal
         if self._membership is not membership:
@@ -105,56 +149,75 @@ class WeightReceiver:
         ours = received.update.checksums
         wrong = [name for name in ours if ours[name] != checksums.get(name)]
         if wrong or len(ours) != len(checksums):
+            state = "the weights in place are torn" if received.update.in_place else "nothing was changed"
             raise WeightUpdateError(
                 f"checksums of {len(wrong)} of {len(ours)} tensors differ from the sender's, "
-                f"first {(wrong or sorted(checksums.keys() - ours.keys()))[0]!r}; nothing was changed"
+                f"first {(wrong or sorted(checksums.keys() - ours.keys()))[0]!r}; {state}"
             )
         return received
 
-    def discard(self, version: int | None = None) -> None:
-        """Drop what is staged; with `version`, only if it is that one."""
+    def discard(self, version: int | None = None) -> bool:
+        """Drop what is staged; with `version`, only if it is that one. True if there was something to drop."""
         received = self._received
-        if received is not None and version in (None, received.version):
-            self._received = None
+        if received is None or version not in (None, received.version):
+            return False
+        self._received = None
+        return True
 
-    def _receive_bucket(
-        self, bucket: Bucket, version: int, *, group: Any, membership: SyncGroup, deadline: float
+    def _receive_copy(
+        self, link: GroupLink, bucket: Bucket, *, deadline: float, interrupt: threading.Event
     ) -> torch.Tensor:
-        buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self.device)
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        options.timeout = timedelta(seconds=max(deadline - time.monotonic(), 0.001))
+        """The bucket in a buffer of ours, where staging wants it."""
+        place = self._place(bucket)
+        arrives = place
+        if place.device.type != self.device.type and not link.takes_host_memory:
+            arrives = self._scratch_of(bucket.num_bytes)
         try:
-            work = group.broadcast([buffer], options)
-            while not work.is_completed():
-                if self._interrupt.wait(COMPLETION_POLL_SECONDS):
-                    raise RuntimeError("interrupted by a reset")
-            work.wait()
-        except RuntimeError as error:
-            if self._membership is membership:
-                self.leave()
-            raise SyncError(
-                f"{_who(membership)} waited for bucket {bucket.index + 1} of version {version} from rank 0: {error}"
-            ) from None
-        return buffer
+            link.receive(arrives, deadline=deadline, interrupt=interrupt)
+        except RuntimeError:
+            self._drop_buffers()  # the transport may write into them for a while yet
+            raise
+        if arrives is not place:
+            place.copy_(arrives)
+        return place
 
-    def _stage(self, bucket: Bucket, buffer: torch.Tensor, update: StagedUpdate) -> None:
+    def _place(self, bucket: Bucket) -> torch.Tensor:
+        if self.staging == "none":
+            return self._scratch_of(bucket.num_bytes)
+        if bucket.index not in self._buffers:
+            pinned = self.staging == "host" and self.device.type == "cuda"
+            device = torch.device("cpu") if self.staging == "host" else self.device
+            self._buffers[bucket.index] = torch.empty(
+                bucket.num_bytes, dtype=torch.uint8, device=device, pin_memory=pinned
+            )
+        return self._buffers[bucket.index]
+
+    def _scratch_of(self, num_bytes: int) -> torch.Tensor:
+        assert self._manifest is not None, "no buckets are planned"
+        if self._scratch is None:
+            largest = max(bucket.num_bytes for bucket in self._manifest.buckets)
+            self._scratch = torch.empty(largest, dtype=torch.uint8, device=self.device)
+        return self._scratch[:num_bytes]
+
+    def _drop_buffers(self) -> None:
+        self._buffers = {}
+        self._scratch = None
+
+    def _stage(self, bucket: Bucket, data: torch.Tensor, update: StagedUpdate) -> None:
         for spec, offset in zip(bucket.tensors, bucket.offsets, strict=True):
-            flat = buffer[offset : offset + spec.num_bytes].view(getattr(torch, spec.dtype))
-            tensor = check_tensor(flat.view(spec.shape), spec, device=self.device, copy=False)
-            update.tensors[spec.name] = tensor
-            update.checksums[spec.name] = checksum(tensor)
+            flat = data[offset : offset + spec.num_bytes].view(getattr(torch, spec.dtype))
+            tensor = check_tensor(flat.view(spec.shape), spec, device=data.device, copy=False)
+            if update.in_place:
+                self._weights[spec.name].copy_(tensor)
+            else:
+                update.tensors[spec.name] = tensor
+        update.checksums |= bucket_checksums(bucket, data.cpu().numpy())
 
-
-def _process_group(membership: SyncGroup, store: Any, timeout: timedelta) -> Any:
-    rank, size = membership.rank, membership.size
-    if membership.transport == "gloo":
-        return dist.ProcessGroupGloo(store, rank, size, timeout)
-    if membership.transport == "nccl":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        return dist.ProcessGroupNCCL(store, rank, size, options)
-    raise ConfigError(f"transport is {membership.transport!r}; it must be 'gloo' or 'nccl'")
+    def _pick(self, num_bytes: int) -> str:
+        if self.device.type != "cuda":
+            return "device"
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return "device" if free > num_bytes * (1 + SPARE_SHARE) else "host"
 
 
 def _who(membership: SyncGroup) -> str:

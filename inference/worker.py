@@ -14,17 +14,19 @@ import numpy as np
 import torch
 
 from inference.device_peaks import device_peaks
-from inference.engine import Engine, KvPolicy
+from inference.engine import KvPolicy
 from inference.engine_thread import EngineThread
+from inference.recorded_engine import open_engine
 from inference.request import Sequence
 from inference.stopping import output_text
 from inference.weight_receiver import ReceivedUpdate, WeightReceiver
-from olmorl.contract.errors import ConfigError, OlmoRLError, WorkerError
+from olmorl.contract.errors import ConfigError, OlmoRLError, WeightUpdateError, WorkerError
 from olmorl.contract.generation import DrainReply, EngineConfig, RolloutRequest, RolloutSample, WorkerInfo
 from olmorl.contract.training import ScoreRequest
 from olmorl.contract.weights import CommitReport, SyncGroup, combine_checksums
 
 Result = TypeVar("Result")
+REWRITE = "rewrite"  # the pause of an engine whose weights are being received in place
 
 
 class InferenceWorker:
@@ -32,8 +34,10 @@ class InferenceWorker:
         self.name = name
         if config.threads is not None:
             torch.set_num_threads(config.threads)
-        self._engine = _translated(lambda: Engine(config, initial_version=initial_version))
-        self._receiver = WeightReceiver(self._engine.decoder.specs, device=self._engine.decoder.device)
+        self._engine = _translated(lambda: open_engine(config, name=name, initial_version=initial_version))
+        decoder = self._engine.decoder
+        self._receiver = WeightReceiver(decoder.specs, device=decoder.device, weights=decoder.tensors)
+        self._updating = threading.Lock()  # what is being committed is not received into
         self._finished: list[Sequence] = []
         self._arrived = threading.Condition()
         self._stall_reported = 0.0
@@ -52,7 +56,12 @@ class InferenceWorker:
             peak_bandwidth=bandwidth,
             peak_source=source,
             tensors=decoder.specs,
+            devices=decoder.ranks.size,
         )
+
+    def stats(self) -> dict[str, float]:
+        """The engine's counters since it started."""
+        return self._engine.stats()
 
     # Samples
 
@@ -114,21 +123,40 @@ class InferenceWorker:
 
     # Weights
 
-    def plan_updates(self, bucket_bytes: int) -> None:
-        _translated(lambda: self._receiver.plan(bucket_bytes))
+    def plan_updates(self, bucket_bytes: int, staging: str = "device") -> None:
+        _translated(lambda: self._receiver.plan(bucket_bytes, staging))
 
     def join_sync_group(self, group: SyncGroup) -> None:
         _translated(lambda: self._receiver.join(group))
 
     def receive_weights(self, version: int) -> None:
-        """Blocks until the update is staged, while the engine decodes. SyncError past the group's deadline."""
-        _translated(lambda: self._receiver.receive(version))
+        """Blocks until the update is staged, while the engine decodes. SyncError past the group's deadline.
+
+        With staging "none" the engine stands still from here to the commit of a whole update.
+        """
+        with self._updating:
+            if self._receiver.writes_in_place:
+                self._call(self._begin_rewrite)
+            _translated(lambda: self._receiver.receive(version))
 
     def commit_weights(self, version: int, checksums: dict[str, int], kv: KvPolicy = "keep") -> CommitReport:
-        """Serve what was received, from the next step on. WeightUpdateError: the old weights keep serving."""
-        received = self._receiver.take(version, checksums)
-        stall_seconds = self._call(lambda: self._commit(received, kv))
-        specs = self._engine.decoder.specs
+        """Serve what was received, from the next step on. WeightUpdateError: it is not what was sent, and not served.
+
+        Except with staging "none", the old weights then keep serving.
+        """
+        decoder = self._engine.decoder
+        with self._updating:
+            received = self._receiver.take(version, checksums)
+            _translated(lambda: self._engine.share(received.update))
+            stall_seconds = self._call(lambda: self._commit(received, kv))
+            # Beside the next steps: they only read.
+            wrong = received.update.differs_from(decoder.tensors, decoder.shards)
+        if wrong:
+            raise WeightUpdateError(
+                f"{len(wrong)} of {len(decoder.tensors)} tensors are not what was received, first {wrong[0]!r}: "
+                "this engine must not serve"
+            )
+        specs = decoder.specs
         return CommitReport(
             worker=self.name,
             version=version,
@@ -138,7 +166,9 @@ class InferenceWorker:
         )
 
     def discard_weights(self, version: int) -> None:
-        self._receiver.discard(version)
+        """The engine serves `version` already. What was received, in place or not, is the same once more."""
+        if self._receiver.discard(version) and self._engine.rewriting:
+            self._call(self._end_rewrite)
 
     def reset_sync(self, epoch: int) -> None:
         """Leave the group of `epoch`, interrupting a receive, and drop what is half open."""
@@ -148,6 +178,8 @@ class InferenceWorker:
         """Answers while the process lives and its engine has not failed."""
         if self._thread.failure is not None:
             raise self._thread.failure
+        if self._engine.followers is not None:
+            self._engine.followers.check()
 
     def weights_checksum(self) -> str:
         """Over the weights in place, not over what was received."""
@@ -156,12 +188,23 @@ class InferenceWorker:
     def shutdown(self) -> None:
         self._thread.close()
         self._receiver.leave()
+        if self._engine.followers is not None:
+            self._engine.followers.close()
 
     def _commit(self, received: ReceivedUpdate, kv: KvPolicy) -> float:
         self._thread.add_stall(self._engine.commit(received.update, received.version, kv=kv))
         stalled = self._thread.stalled_seconds()
         stall_seconds, self._stall_reported = stalled - self._stall_reported, stalled
+        self._thread.end_pause(REWRITE)
         return stall_seconds
+
+    def _begin_rewrite(self) -> None:
+        self._engine.rewriting = True
+        self._thread.begin_pause(REWRITE)
+
+    def _end_rewrite(self) -> None:
+        self._engine.rewriting = False
+        self._thread.end_pause(REWRITE)
 
     def _collect(self, finished: list[Sequence]) -> None:
         with self._arrived:

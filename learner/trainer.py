@@ -66,7 +66,7 @@ class Trainer:
 
     @torch.no_grad()
     def score(self, request: ScoreRequest) -> list[np.ndarray]:
-        """Logprob at temperature 1 of every token but the first, for each sequence."""
+        """Logprob of every token but the first, for each sequence."""
         logprobs: list[np.ndarray] = []
         for sequences in _within(request.sequences, SCORED_TOKENS):
             lengths = np.array([len(sequence) for sequence in sequences])
@@ -79,7 +79,7 @@ class Trainer:
                 DocumentLayout.from_starts(starts, device=self.device),
                 scored_R=scored_R,
                 context_R=scored_R - 1,
-                temperature=1.0,
+                temperature=request.temperature,
             )
             logprobs += np.split(logprobs_R.cpu().numpy(), np.cumsum(lengths - 1)[:-1])
         reshard(self.policy)

@@ -5,32 +5,33 @@ shards into packed buckets in the wire's dtype; `broadcast`, on rank 0 and in a 
 The copy costs the size of the model once, in the wire's dtype, on rank 0; in return the optimizer may change the
 shards at once and no gather ever meets a send.
 
-The broadcast group stands beside the default group, under a store of its own. A new membership is a new epoch, that is
-a new prefix in the store; after a failure the old group is left and the sender can join a new one.
+The link to the engines (`sender_link.py`) stands beside the default group, under a store of its own. A new membership
+is a new epoch, that is a new prefix in the store; after a failure the old link is left and the sender can join anew.
+
+Where engines map the buckets (`ipc`) they read them until they have committed: who calls `gather` waits for that.
 """
 
 import threading
 import time
 from collections.abc import Iterable
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from learner.model import DTYPES, PolicyModel, full_tensor
+from learner.sender_link import GroupLink, SenderLink, SharedLink
+from learner.shared_bucket import SharedBucket
 from olmorl.contract.errors import ModelError, SyncError
 from olmorl.contract.weights import (
     Manifest,
     SendReport,
     SyncGroup,
     TensorSpec,
+    bucket_checksums,
     plan_buckets,
-    tensor_checksum,
 )
-
-COMPLETION_POLL_SECONDS = 0.0005  # gloo's own wait cannot be interrupted
 
 
 class WeightSender:
@@ -40,23 +41,31 @@ class WeightSender:
         self._device = device
         self._manifest: Manifest | None = None
         self._buckets: list[Tensor] = []  # uint8, on rank 0 alone
+        self._shared: list[SharedBucket] = []  # what the buckets lie in, where engines map them
         self._version = -1  # of what lies in the buckets
         self._buckets_lock = threading.Lock()  # a gather must not write what a broadcast still reads
         self._store: dist.TCPStore | None = None
-        self._group: Any = None  # a bare backend, whose classes carry no types
+        self._link: SenderLink | None = None
         self._group_name = "no group"
         self._epoch = -1  # of the newest call of join
         self._timeout_seconds = 0.0
         self._interrupt = threading.Event()  # one for each group
 
-    def plan(self, tensors: Iterable[TensorSpec], *, bucket_bytes: int) -> Manifest:
-        """Cut the engine's tensors into buckets. They must be the learner's parameters: all, and in shape."""
+    def plan(self, tensors: Iterable[TensorSpec], *, bucket_bytes: int, shared: bool = False) -> Manifest:
+        """Cut the engine's tensors into buckets. They must be the learner's parameters: all, and in shape.
+
+        `shared`: in memory that engines of this machine can map, for transport `ipc`.
+        """
         tensors = tuple(tensors)
         _check_agreement(tensors, self._policy)
         self._manifest = plan_buckets(tensors, bucket_bytes=bucket_bytes)
         if self._rank == 0:
             sizes = [bucket.num_bytes for bucket in self._manifest.buckets]
-            self._buckets = [torch.zeros(size, dtype=torch.uint8, device=self._device) for size in sizes]
+            if shared:
+                self._shared = [SharedBucket(size, device=self._device) for size in sizes]
+                self._buckets = [bucket.data for bucket in self._shared]
+            else:
+                self._buckets = [torch.zeros(size, dtype=torch.uint8, device=self._device) for size in sizes]
         return self._manifest
 
     def gather(self, version: int) -> None:
@@ -86,22 +95,26 @@ class WeightSender:
             raise SyncError("join_sync_group was called before host_store")
         assert group.rank == 0, "the learner is rank 0 of a sync group"
         self._epoch = group.epoch
+        interrupt = self._interrupt = threading.Event()
         timeout = timedelta(seconds=group.timeout_seconds)
         store = dist.PrefixStore(f"sync/{group.epoch}", self._store)
         store.set_timeout(timeout)
         name = f"sync group of epoch {group.epoch} with {group.size - 1} engines"
         try:
-            joined = _make_group(store, group, timeout)
+            link: SenderLink
+            if group.transport == "ipc":
+                link = SharedLink(store, group, self._shared, interrupt=interrupt)
+            else:
+                link = GroupLink(store, group)
         except RuntimeError as error:
             raise SyncError(f"the {name} did not form within {group.timeout_seconds:g} s: {error}") from error
         if self._epoch != group.epoch:
             raise SyncError(f"the {name} was given up while it formed")
-        self._group, self._group_name, self._timeout_seconds = joined, name, group.timeout_seconds
-        self._interrupt = threading.Event()
+        self._link, self._group_name, self._timeout_seconds = link, name, group.timeout_seconds
 
     def leave(self) -> None:
         self._interrupt.set()
-        self._group = None
+        self._link = None
         self._group_name = "no group"
 
     def reset(self, epoch: int) -> None:
@@ -113,53 +126,35 @@ class WeightSender:
     def broadcast(self, version: int) -> SendReport:
         """Send every bucket, in order, within the group's timeout for all of them together."""
         with self._buckets_lock:
-            if self._group is None or self._manifest is None:
+            link, interrupt = self._link, self._interrupt
+            if link is None or self._manifest is None:
                 raise SyncError(f"cannot broadcast version {version}: the learner is in no sync group")
             if version != self._version:
                 raise SyncError(f"cannot broadcast version {version}: version {self._version} was gathered last")
             began = time.perf_counter()
+            deadline = began + self._timeout_seconds
             checksums: dict[str, int] = {}
-            for bucket, data in zip(self._manifest.buckets, list(self._buckets), strict=True):
-                self._send(data, bucket.index, version=version, deadline=began + self._timeout_seconds)
-                staged = data.cpu().numpy()
-                for spec, offset in zip(bucket.tensors, bucket.offsets, strict=True):
-                    checksums[spec.name] = tensor_checksum(staged[offset : offset + spec.num_bytes])
+            index = 0
+            try:
+                for index, bucket in enumerate(self._manifest.buckets):
+                    data = self._buckets[index]
+                    link.send(index, data, version=version, deadline=deadline, interrupt=interrupt)
+                    checksums |= bucket_checksums(bucket, data.cpu().numpy())
+                link.finish(version, deadline=deadline, interrupt=interrupt)
+            except RuntimeError as error:
+                if isinstance(link, GroupLink):
+                    # It may read this memory for a while yet: the next gather must not write it.
+                    self._buckets[index] = self._buckets[index].clone()
+                name = self._group_name
+                if self._link is link:
+                    self.leave()
+                raise SyncError(f"broadcasting version {version} to the {name} failed: {error}") from error
             return SendReport(
                 version=version,
                 checksums=checksums,
                 num_bytes=self._manifest.num_bytes,
                 seconds=time.perf_counter() - began,
             )
-
-    def _send(self, data: Tensor, index: int, *, version: int, deadline: float) -> None:
-        group, name, interrupt = self._group, self._group_name, self._interrupt
-        if group is None:
-            raise SyncError(f"broadcasting version {version} was interrupted by a reset")
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        options.timeout = timedelta(seconds=max(0.001, deadline - time.perf_counter()))
-        try:
-            work = group.broadcast([data], options)
-            while not work.is_completed():
-                if interrupt.wait(COMPLETION_POLL_SECONDS):
-                    # The transport may read this memory for a while yet: the next gather must not write it.
-                    self._buckets[index] = data.clone()
-                    raise RuntimeError("interrupted by a reset")
-            work.wait()
-            if data.is_cuda:
-                torch.cuda.current_stream().synchronize()  # NCCL's wait orders streams, not this thread
-        except RuntimeError as error:
-            if self._group is group:
-                self.leave()
-            raise SyncError(f"broadcasting version {version} to the {name} failed: {error}") from error
-
-
-def _make_group(store: dist.Store, group: SyncGroup, timeout: timedelta) -> Any:
-    if group.transport == "gloo":
-        return dist.ProcessGroupGloo(store, group.rank, group.size, timeout)
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    return dist.ProcessGroupNCCL(store, group.rank, group.size, options)
 
 
 def _check_agreement(tensors: tuple[TensorSpec, ...], policy: PolicyModel) -> None:

@@ -47,6 +47,8 @@ class LearnerWorker:
     def start(self, host: str, port: int) -> None:
         """Join the other ranks, load the model and shard it."""
         with self._one_at_a_time():
+            if self._device.type == "cuda":
+                torch.cuda.set_per_process_memory_fraction(self._config.gpu_share, self._device)
             store = self._rendezvous or dist.TCPStore(host, port, is_master=False)
             join_ranks(store, rank=self._rank, world_size=self._world_size, device=self._device)
             self._trainer = Trainer(self._config, device=self._device)
@@ -75,8 +77,8 @@ class LearnerWorker:
         with self._one_at_a_time():
             return self._started()[0].score(request)
 
-    def plan_updates(self, tensors: Sequence[TensorSpec], bucket_bytes: int) -> Manifest:
-        return self._started()[1].plan(tensors, bucket_bytes=bucket_bytes)
+    def plan_updates(self, tensors: Sequence[TensorSpec], bucket_bytes: int, shared: bool = False) -> Manifest:
+        return self._started()[1].plan(tensors, bucket_bytes=bucket_bytes, shared=shared)
 
     def host_store(self) -> tuple[str, int]:
         """On rank 0: open the store where sender and engines meet."""

@@ -12,30 +12,37 @@ import torch.nn.functional as F
 
 from inference.model.architecture import Architecture
 from inference.model.layers import rms_norm, rotate
+from inference.model.step_tensors import tensors_of
+from inference.model.tensor_parallel import ALONE, TensorParallel
 from inference.step_batch import StepBatch
 
 
 class KVPool:
     """Keys and values of all layers. Zeroed pages cost nothing until they are written.
 
-    Keys lie transposed in their block, so that neighbouring keys fill a vector register.
+    On a CPU keys lie transposed in their block, so that neighbouring keys fill a vector register; on a GPU a key lies
+    in one piece, as values do.
     """
 
     def __init__(
         self, arch: Architecture, num_blocks: int, *, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         shape = (len(arch.layers), num_blocks, 2, arch.num_kv_heads, block_size * arch.head_dim)
-        # numpy asks for large pages, torch does not: blocks lie all over the pool, and each would miss small ones.
-        zeros = (
-            torch.from_numpy(np.zeros(shape, np.float32)) if device.type == "cpu" else torch.zeros(shape, device=device)
-        )
-        self.data_LB2KX = zeros.to(dtype)
+        self.transposed = device.type == "cpu"
+        if device.type == "cpu":
+            # numpy asks for large pages, torch does not: blocks lie all over the pool, and each would miss small ones.
+            self.data_LB2KX = torch.from_numpy(np.zeros(shape, np.float32)).to(dtype)
+        else:
+            self.data_LB2KX = torch.zeros(shape, dtype=dtype, device=device)
         self.block_size = block_size
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys [B, K, D, S] and values [B, K, S, D] of one layer."""
         keys_BKX, values_BKX = self.data_LB2KX[index].unbind(1)
-        return keys_BKX.unflatten(2, (-1, self.block_size)), values_BKX.unflatten(2, (self.block_size, -1))
+        values_BKSD = values_BKX.unflatten(2, (self.block_size, -1))
+        if self.transposed:
+            return keys_BKX.unflatten(2, (-1, self.block_size)), values_BKSD
+        return keys_BKX.unflatten(2, (self.block_size, -1)).transpose(2, 3), values_BKSD
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         source, target = (torch.tensor(blocks, device=self.data_LB2KX.device) for blocks in zip(*copies, strict=True))
@@ -55,6 +62,8 @@ class AttentionInput:
     norm_eps: float
     rope_2PF: torch.Tensor
     window: int | None
+    ranks: TensorParallel = ALONE
+    """among which the heads are divided"""
 
 
 def attend(
@@ -66,20 +75,19 @@ def attend(
 ) -> torch.Tensor:
     """[T, H*D]. Writes the step's keys and values to the pool, then attends densely to the keys gathered per chunk."""
     device = qkv_TX.device
+    step = tensors_of(batch, device)
     sizes = [layer.num_heads, layer.num_kv_heads, layer.num_kv_heads]
     q_THD, k_TKD, v_TKD = qkv_TX.view(len(qkv_TX), -1, layer.head_dim).split(sizes, dim=1)
     if layer.q_norm is not None and layer.k_norm is not None:
         q_THD = _norm(q_THD, layer.q_norm, layer)
         k_TKD = _norm(k_TKD, layer.k_norm, layer)
-    positions_T = torch.from_numpy(batch.positions_T).to(device)
+    positions_T, slots_T = step.positions_T, step.slots_T
     cos_TF, sin_TF = layer.rope_2PF[:, positions_T]
     q_THD, k_TKD = rotate(q_THD, cos_TF, sin_TF), rotate(k_TKD, cos_TF, sin_TF)
-    slots_T = torch.from_numpy(batch.slots_T).to(device)
     block_size = keys_BKDS.shape[3]
     keys_BKDS[slots_T // block_size, :, :, slots_T % block_size] = k_TKD
     values_BKSD[slots_T // block_size, :, slots_T % block_size] = v_TKD
 
-    table_RW = torch.from_numpy(batch.block_table_RW).to(device)
     out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
     start = 0
     for end in batch.chunk_ends_C.tolist():
@@ -87,7 +95,7 @@ def attend(
         window = layer.window or context
         first = max(0, int(batch.positions_T[start]) + 1 - window) // block_size  # blocks before it may be gone
         begin = first * block_size
-        blocks = table_RW[int(batch.rows_T[start]), first : -(-context // block_size)].long()
+        blocks = step.block_table_RW[int(batch.rows_T[start]), first : -(-context // block_size)].long()
         k_KCD = keys_BKDS[blocks].permute(1, 0, 3, 2).flatten(1, 2)[:, : context - begin]
         v_KCD = values_BKSD[blocks].transpose(0, 1).flatten(1, 2)[:, : context - begin]
         distance_NC = positions_T[start:end, None] - torch.arange(begin, context, device=device)
@@ -102,4 +110,4 @@ def attend(
 def _norm(x_THD: torch.Tensor, weight: torch.Tensor, layer: AttentionInput) -> torch.Tensor:
     if layer.qk_norm == "head":
         return rms_norm(x_THD, weight, layer.norm_eps)
-    return rms_norm(x_THD.flatten(1), weight, layer.norm_eps).view_as(x_THD)
+    return rms_norm(x_THD.flatten(1), weight, layer.norm_eps, layer.ranks).view_as(x_THD)

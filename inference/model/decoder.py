@@ -4,25 +4,38 @@ Projections that read the same input are stored as one matrix (query, key and va
 each its Hugging Face name as a view, so that loading, weight updates and checksums never see the fusion, and an
 update in place reaches the fused matrix.
 
+One of several ranks holds its part of each tensor (`shards`, see `inference.model.sharding`); dimensions below are
+those of the whole model unless they are said to be local.
+
 Suffixes: T tokens, M hidden size, R wanted rows, V vocabulary.
 """
 
+import math
 from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
-from inference.kernels.cpu_team import Team
 from inference.model.architecture import Architecture
 from inference.model.arena import Arena
 from inference.model.attention import AttentionInput, attend
-from inference.model.compiled_decoder import CompiledDecoder, can_compile
 from inference.model.kv_pools import KVPools
-from inference.model.layers import gated_silu, linear, rms_norm, rope_table
+from inference.model.layers import gated_silu, head_logits, linear, rms_norm, rope_table
 from inference.model.rope import Rope
+from inference.model.sharding import Shard, check_divisible, local_architecture, shard_of
+from inference.model.step_tensors import moved
+from inference.model.tensor_parallel import ALONE, TensorParallel
 from inference.step_batch import StepBatch
+from olmorl.contract.errors import ConfigError
 from olmorl.contract.generation import Kernels
 from olmorl.contract.weights import TensorSpec
+
+if TYPE_CHECKING:
+    from inference.kernels.cpu_team import Team
+    from inference.model.compiled_decoder import CompiledDecoder
+    from inference.model.gpu_decoder import GpuDecoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +62,13 @@ class Decoder:
         device: torch.device,
         max_model_len: int,
         kernels: Kernels = "auto",
+        ranks: TensorParallel = ALONE,
     ) -> None:
+        check_divisible(arch, ranks.size)
         self.arch = arch
+        self.ranks = ranks
+        self.local = local_architecture(arch, ranks.size)
+        self.shards: dict[str, Shard] = {}
         self.dtype = dtype
         self.device = device
         self.tensors: dict[str, torch.Tensor] = {}
@@ -60,12 +78,11 @@ class Decoder:
         self.layers = [self._layer(index, max_model_len) for index in range(len(arch.layers))]
         self.norm = self._tensor("model.norm.weight", arch.hidden_size)
         self.head = self.embedding if arch.tied else self._tensor("lm_head.weight", arch.vocab_size, arch.hidden_size)
-        self.compiled: CompiledDecoder | None = None
-        if kernels == "auto" and can_compile(arch, dtype=dtype, device=device):
-            self.compiled = CompiledDecoder(self, max_model_len=max_model_len, threads=torch.get_num_threads())
+        self.compiled = _compiled(self, max_model_len) if kernels == "auto" and ranks.size == 1 else None
+        self.gpu = _gpu(self, kernels)
 
     @property
-    def team(self) -> Team | None:
+    def team(self) -> "Team | None":
         """The threads of the compiled kernels; None where torch computes."""
         return None if self.compiled is None else self.compiled.team
 
@@ -73,40 +90,95 @@ class Decoder:
     def specs(self) -> tuple[TensorSpec, ...]:
         """What an update must carry, in the order of the model."""
         dtype = str(self.dtype).removeprefix("torch.")
-        return tuple(TensorSpec(name, tuple(tensor.shape), dtype) for name, tensor in self.tensors.items())
+        return tuple(TensorSpec(name, shard.shape, dtype) for name, shard in self.shards.items())
 
     @property
     def num_parameters(self) -> int:
-        return sum(tensor.numel() for tensor in self.tensors.values())
+        return sum(math.prod(shard.shape) for shard in self.shards.values())
+
+    @property
+    def num_resident_parameters(self) -> int:
+        """On all ranks together: what is replicated counts as often as it is there."""
+        return sum(
+            math.prod(self.shard(name, rank).local_shape) for name in self.shards for rank in range(self.ranks.size)
+        )
+
+    @property
+    def capturable(self) -> bool:
+        """Whether `forward` of a batch whose tensors are on the device looks at nothing on the host."""
+        return self.device.type == "cpu" or (self.gpu is not None and self.ranks.size == 1)
+
+    def shard(self, name: str, rank: int) -> Shard:
+        return shard_of(name, self.shards[name].shape, self.arch, rank=rank, size=self.ranks.size)
+
+    def whole_tensors(self) -> dict[str, torch.Tensor]:
+        """By Hugging Face name; on one of several ranks copies, and only the leader's are whole. All must join in."""
+        return self.tensors if self.ranks.size == 1 else {name: self._collect(name) for name in self.tensors}
+
+    def _collect(self, name: str) -> torch.Tensor:
+        whole = torch.empty(self.shards[name].shape if self.ranks.rank == 0 else 0, dtype=self.dtype)
+        for rank in range(self.ranks.size):
+            shard = self.shard(name, rank)
+            mine = rank == self.ranks.rank
+            part = self.tensors[name] if mine else torch.empty(shard.local_shape, dtype=self.dtype, device=self.device)
+            self.ranks.broadcast(part.view(torch.uint8), source=rank)
+            if self.ranks.rank == 0:
+                shard.of(whole).copy_(part)
+        return whole
 
     def forward(self, batch: StepBatch, pools: KVPools) -> torch.Tensor:
         """[T, M] after the final norm; keys and values of the step are in `pools`."""
         if self.compiled is not None:
             return self.compiled.forward(batch, pools)
+        if self.gpu is not None:
+            return self.gpu.forward(batch, pools)
         return self.forward_torch(batch, pools)
 
     def forward_torch(self, batch: StepBatch, pools: KVPools) -> torch.Tensor:
         arch, eps = self.arch, self.arch.norm_eps
         pre = arch.norms == "pre"
+        batch = moved(batch, self.device)
         windowed = batch.windowed or batch
-        x_TM = F.embedding(torch.from_numpy(batch.token_ids_T).to(self.device), self.embedding)
+        assert batch.tensors is not None
+        x_TM = self.embed(batch.tensors.token_ids_T)
         for index, layer in enumerate(self.layers):
             y_TM = rms_norm(x_TM, layer.attention_norm, eps) if pre else x_TM
             qkv_TX = linear(y_TM, layer.qkv, layer.qkv_bias)
             step = batch if layer.attention.window is None else windowed
-            y_TM = linear(attend(qkv_TX, layer.attention, *pools.layer(index), step), layer.out, layer.out_bias)
+            y_TM = attend(qkv_TX, layer.attention, *pools.layer(index), step)
+            y_TM = self.summed_linear(y_TM, layer.out, layer.out_bias)
             x_TM = x_TM + (y_TM if pre else rms_norm(y_TM, layer.attention_norm, eps))
             y_TM = rms_norm(x_TM, layer.mlp_norm, eps) if pre else x_TM
             y_TM = gated_silu(linear(y_TM, layer.gate_up, layer.gate_up_bias))
-            y_TM = linear(y_TM, layer.down, layer.down_bias)
+            y_TM = self.summed_linear(y_TM, layer.down, layer.down_bias)
             x_TM = x_TM + (y_TM if pre else rms_norm(y_TM, layer.mlp_norm, eps))
         return rms_norm(x_TM, self.norm, eps)
 
     def logits(self, hidden_RM: torch.Tensor) -> torch.Tensor:
-        """[R, V] float32, valid until the next call; rows need not be contiguous."""
+        """[R, V] float32, valid until the next call; rows need not be contiguous.
+
+        On a follower they are its part, and `hidden_RM` gives the shape alone: the leader's is taken.
+        """
         if self.compiled is not None:
             return self.compiled.logits(hidden_RM)
-        return linear(hidden_RM, self.head).float()
+        hidden_RM = self.ranks.broadcast(hidden_RM.contiguous())
+        return self.ranks.gather_columns(head_logits(hidden_RM, self.head), self.arch.vocab_size)
+
+    def embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:
+        if self.ranks.size == 1:
+            return F.embedding(token_ids_T, self.embedding)
+        shard = self.shards["model.embed_tokens.weight"]
+        local_T = self.ranks.broadcast(token_ids_T) - shard.start  # ids may be known on the leader's device alone
+        here_T = (local_T >= 0) & (local_T < shard.length)
+        x_TM = F.embedding(local_T.clamp(0, shard.length - 1), self.embedding)
+        return self.ranks.sum(x_TM.masked_fill_(~here_T[:, None], 0))
+
+    def summed_linear(self, x_TX: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """The sum over ranks; the bias is whole on each and counts once."""
+        if self.ranks.size == 1:
+            return linear(x_TX, weight, bias)
+        y_TM = self.ranks.sum(linear(x_TX, weight))
+        return y_TM if bias is None else y_TM + bias
 
     def _layer(self, index: int, max_model_len: int) -> LayerWeights:
         arch = self.arch
@@ -129,8 +201,8 @@ class Decoder:
             self._tensor(f"{prefix}{norms[0]}_layernorm.weight", arch.hidden_size),
             self._tensor(f"{prefix}{norms[1]}_layernorm.weight", arch.hidden_size),
             AttentionInput(
-                arch.num_heads,
-                arch.num_kv_heads,
+                self.local.num_heads,
+                self.local.num_kv_heads,
                 arch.head_dim,
                 q_norm,
                 k_norm,
@@ -138,6 +210,7 @@ class Decoder:
                 arch.norm_eps,
                 self._rope_table(arch.layers[index].rope, max_model_len),
                 arch.layers[index].window,
+                self.ranks,
             ),
         )
 
@@ -150,19 +223,50 @@ class Decoder:
         return self._rope_tables[rope]
 
     def _tensor(self, name: str, *shape: int) -> torch.Tensor:
-        tensor = self._arena.tensor(*shape)
+        tensor = self._arena.tensor(*self._cut(name, *shape).local_shape)
         self.tensors[name] = tensor
         return tensor
+
+    def _cut(self, name: str, *shape: int) -> Shard:
+        self.shards[name] = shard_of(name, shape, self.arch, rank=self.ranks.rank, size=self.ranks.size)
+        return self.shards[name]
 
     def _fused(
         self, parts: list[tuple[str, int]], in_features: int, *, bias: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """One matrix (and bias) for all `parts`, each named as a view of its rows."""
-        sizes = [size for _, size in parts]
-        weight = self._arena.tensor(sum(sizes), in_features)
-        bias_tensor = self._arena.tensor(sum(sizes)) if bias else None
+        weight = self._stacked([self._cut(f"{name}.weight", size, in_features) for name, size in parts])
+        bias_tensor = self._stacked([self._cut(f"{name}.bias", size) for name, size in parts]) if bias else None
         for kind, whole in (("weight", weight), ("bias", bias_tensor)):
             if whole is not None:
+                sizes = [self.shards[f"{name}.{kind}"].local_shape[0] for name, _ in parts]
                 for (name, _), view in zip(parts, whole.split(sizes), strict=True):
                     self.tensors[f"{name}.{kind}"] = view
         return weight, bias_tensor
+
+    def _stacked(self, shards: list[Shard]) -> torch.Tensor:
+        return self._arena.tensor(sum(s.local_shape[0] for s in shards), *shards[0].local_shape[1:])
+
+
+# Each backend brings its compiler, numba or Triton, and a machine may have one of them only.
+
+
+def _compiled(decoder: Decoder, max_model_len: int) -> "CompiledDecoder | None":
+    if decoder.device.type != "cpu":
+        return None
+    from inference.model.compiled_decoder import CompiledDecoder, can_compile
+
+    if not can_compile(decoder.arch, dtype=decoder.dtype, device=decoder.device):
+        return None
+    return CompiledDecoder(decoder, max_model_len=max_model_len, threads=torch.get_num_threads())
+
+
+def _gpu(decoder: Decoder, kernels: Kernels) -> "GpuDecoder | None":
+    installed = find_spec("triton") is not None
+    if kernels == "triton" and not installed:
+        raise ConfigError("kernels is 'triton', which is not installed here: pip install triton (Linux on x86-64)")
+    if kernels == "triton" or (kernels == "auto" and decoder.device.type == "cuda" and installed):
+        from inference.model.gpu_decoder import GpuDecoder
+
+        return GpuDecoder(decoder)
+    return None

@@ -8,17 +8,30 @@ import torch.nn.functional as F
 
 from inference.model.frequencies import rope_frequencies
 from inference.model.rope import Rope
+from inference.model.tensor_parallel import ALONE, TensorParallel
+
+_HEAD_ROWS = 8192  # of the head, widened at once
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Over the last dimension, in float32."""
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, ranks: TensorParallel = ALONE) -> torch.Tensor:
+    """Over the last dimension, in float32; over that of all `ranks` together where each has a part of it."""
     x32 = x.float()
-    normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
+    normed = x32 * torch.rsqrt(ranks.mean(x32.square().mean(-1, keepdim=True)) + eps)
     return weight * normed.to(x.dtype)
 
 
 def linear(x_TM: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     return F.linear(x_TM, weight, bias)
+
+
+def head_logits(hidden_RM: torch.Tensor, head_VM: torch.Tensor) -> torch.Tensor:
+    """[R, V] float32, summed in float32 and never rounded to the model's dtype."""
+    if head_VM.dtype == torch.float32:
+        return F.linear(hidden_RM, head_VM)
+    if head_VM.is_cuda:
+        return torch.mm(hidden_RM, head_VM.T, out_dtype=torch.float32)
+    parts = [hidden_RM.float() @ part_VM.float().T for part_VM in head_VM.split(_HEAD_ROWS)]
+    return torch.cat(parts, dim=1)
 
 
 def gated_silu(gate_up_TM: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ from safetensors import SafetensorError, safe_open
 
 from inference.model.architecture import read_architecture, read_json
 from inference.model.decoder import Decoder
+from inference.model.tensor_parallel import ALONE, TensorParallel
 from olmorl.contract.errors import ModelError
 from olmorl.contract.generation import Kernels
 
@@ -33,13 +34,26 @@ def resolve_folder(model: str) -> Path:
 
 
 def load_decoder(
-    folder: Path, *, dtype: str, device: str, max_model_len: int | None, kernels: Kernels = "auto"
+    folder: Path,
+    *,
+    dtype: str,
+    device: str,
+    max_model_len: int | None,
+    kernels: Kernels = "auto",
+    ranks: TensorParallel = ALONE,
 ) -> Decoder:
     arch = read_architecture(folder)
     if dtype not in DTYPES:
         raise ModelError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
     length = arch.max_positions if max_model_len is None else max_model_len
-    decoder = Decoder(arch, dtype=DTYPES[dtype], device=torch.device(device), max_model_len=length, kernels=kernels)
+    decoder = Decoder(
+        arch,
+        dtype=DTYPES[dtype],
+        device=torch.device(device),
+        max_model_len=length,
+        kernels=kernels,
+        ranks=ranks,
+    )
     missing = set(decoder.tensors)
     for name, tensor in _stored_tensors(folder):
         if name.endswith(_IGNORED) or (name == "lm_head.weight" and arch.tied):
@@ -47,9 +61,10 @@ def load_decoder(
         target = decoder.tensors.get(name)
         if target is None:
             raise ModelError(f"{folder}: tensor {name!r} is not part of this architecture")
-        if target.shape != tensor.shape:
-            raise ModelError(f"{folder}: {name!r} has shape {tuple(tensor.shape)}; expected {tuple(target.shape)}")
-        target.copy_(tensor)
+        shard = decoder.shards[name]
+        if shard.shape != tensor.shape:
+            raise ModelError(f"{folder}: {name!r} has shape {tuple(tensor.shape)}; expected {shard.shape}")
+        target.copy_(shard.of(tensor))
         missing.discard(name)
     if missing:
         raise ModelError(f"{folder}: {len(missing)} tensors are missing, among them {min(missing)!r}")

@@ -25,9 +25,14 @@ def engine(
     max_tokens_per_step: int = 2048,
     max_model_len: int | None = None,
     prefix_caching: bool = True,
-    kernels: Annotated[str, typer.Option(help="auto, or torch: the definitions, uncompiled.")] = "auto",
+    kernels: Annotated[str, typer.Option(help="auto, triton, or torch: the definitions, uncompiled.")] = "auto",
     deterministic: Annotated[bool, typer.Option(help="Bitwise the same in any batch, or an error.")] = False,
     quantization: str | None = None,
+    overlap: Annotated[
+        bool | None, typer.Option(help="Launch a step before the last one's tokens are read; on a GPU if not given.")
+    ] = None,
+    cuda_graphs: Annotated[bool | None, typer.Option(help="Replay decode steps; on a GPU if not given.")] = None,
+    tensor_parallel_size: Annotated[int, typer.Option(help="Devices the model is divided among.")] = 1,
     seed: int = 0,
     threads: Annotated[int | None, typer.Option(help="CPU threads; all cores if not given.")] = None,
     published: Annotated[
@@ -54,6 +59,9 @@ def engine(
         "kernels": kernels,
         "deterministic": deterministic,
         "quantization": quantization,
+        "overlap": overlap,
+        "cuda_graphs": cuda_graphs,
+        "tensor_parallel_size": tensor_parallel_size,
         "seed": seed,
         "threads": threads,
     }
@@ -95,8 +103,37 @@ def learner(
     _report(figures, json_file)
 
 
+@app.command()
+def sync(
+    model: Annotated[str, typer.Option(help="Hugging Face folder.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Settings of a run, such as sync.transport=ipc.")
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the figures here.")] = None,
+    engines: Annotated[int, typer.Option(min=1)] = 2,
+    live: Annotated[int, typer.Option(min=1, help="Samples that an engine decodes at once.")] = 16,
+    max_tokens: Annotated[int, typer.Option(min=4, help="Of the longest sample.")] = 128,
+    seconds: Annotated[
+        float, typer.Option(min=0.1, help="With updates in flight; the whole takes three times as long.")
+    ] = 120,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds from one update to the next.")] = 10,
+) -> None:
+    """What a weight update costs engines under load: in flight, with a pause, and after a drain."""
+    from olmorl.bench.sync import SyncLoad, bench_sync
+
+    load = SyncLoad(engines=engines, live=live, max_tokens=max_tokens, seconds=seconds, interval=interval)
+    _report(bench_sync(model, load, overrides or []), json_file)
+
+
 def _report(figures: dict[str, Any], json_file: Path | None) -> None:
-    for name, value in figures.items():
-        print(f"{name:24} {value:.4g}" if isinstance(value, float) else f"{name:24} {value}")
+    _print(figures)
     if json_file is not None:
         json_file.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+def _print(figures: dict[str, Any], prefix: str = "") -> None:
+    for name, value in figures.items():
+        if isinstance(value, dict):
+            _print(value, f"{prefix}{name}.")
+        else:
+            print(f"{prefix + name:34} {value:.4g}" if isinstance(value, float) else f"{prefix + name:34} {value}")

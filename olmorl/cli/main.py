@@ -182,6 +182,18 @@ def inspect(
 
 
 @app.command()
+def replay_schedule(
+    run_directory: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Of a run with logging.schedule = true.")],
+    attempt: Annotated[int | None, typer.Option(help="The newest if not given.")] = None,
+    worker: Annotated[str | None, typer.Option(help="One engine, such as inference-0; all if not given.")] = None,
+) -> None:
+    """Do again what the engines of a run did, in one process; exit code 1 where a token comes out another."""
+    from olmorl.cli.replay_schedule import replay
+
+    raise typer.Exit(replay(run_directory, attempt=attempt, worker=worker))
+
+
+@app.command()
 def doctor(
     config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="Also check what this run needs.")] = None,
 ) -> None:

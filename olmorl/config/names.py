@@ -33,6 +33,7 @@ ALIASES = {
     "num_mini_batches": "optim.mini_batches",
     "num_epochs": "optim.epochs",
     "inflight_updates": "sync.mode",
+    "vllm_tensor_parallel_size": "inference.tensor_parallel",
     "verification_reward": "reward.scale",
     "code_max_execution_time": "reward.code_seconds",
     "code_pass_rate_reward_threshold": "reward.code_pass_threshold",

@@ -5,7 +5,7 @@ A field's docstring is its help text. What a section needs beyond its own fields
 
 import math
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -245,22 +245,35 @@ class SamplingSection(Section):
 class InferenceSection(Section):
     workers: int = Field(1, ge=1)
     device: Device = "auto"
+    gpu_share: float = Field(1.0, gt=0, le=1)
+    """of a GPU's memory that a worker may take. With shares that sum to 1 at most, one GPU holds both roles"""
     max_num_seqs: int = Field(64, ge=1)
     """samples decoded at once by one worker"""
-    kv_cache_tokens: int = Field(65536, ge=1)
+    kv_cache_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] = 65536
+    """auto: as many as the worker's GPU has room for"""
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
+    """of the whole GPU, what a worker with kv_cache_tokens = "auto" may fill"""
     block_size: int = Field(16, ge=1)
     max_tokens_per_step: int = Field(2048, ge=1)
     prefix_caching: bool = True
     batching: Literal["continuous", "static"] = "continuous"
     """static: the slot of a finished sample stays empty until its whole batch is done; the baseline of comparisons"""
+    tensor_parallel: int = Field(1, ge=1)
+    """devices of one machine that each worker divides its model among"""
+    overlap: bool | None = None
+    """launch a step before the tokens of the last one are read; None: on a GPU"""
+    cuda_graphs: bool | None = None
+    """replay decode steps in place of launching them kernel by kernel; None: on a GPU"""
     threads: int | None = Field(None, ge=1)
-    """torch threads of a worker on CPU; None shares the cores between all workers"""
+    """torch threads of a worker on CPU, of each rank of it; None shares the cores between all"""
 
 
 class LearnerSection(Section):
     workers: int = Field(1, ge=1)
     """ranks; the model is sharded over them"""
     device: Device = "auto"
+    gpu_share: float = Field(1.0, gt=0, le=1)
+    """as inference.gpu_share"""
     tokens_per_micro_batch: int = Field(8192, ge=1)
     step_timeout_seconds: float = Field(3600.0, gt=0)
     """how long a training step, a save or an export may take before a learner counts as lost"""
@@ -310,13 +323,25 @@ class SyncSection(Section):
     """inflight: engines decode while weights arrive; pause: they stand still; drain: they first finish all requests"""
     kv: Literal["keep", "recompute"] = "keep"
     """what running requests do with their KV cache at an update"""
-    transport: Literal["auto", "nccl", "gloo"] = "auto"
+    transport: Literal["auto", "nccl", "ipc", "gloo"] = "auto"
+    """ipc: engines map the learner's copy, on one GPU or one machine with both roles; auto: ipc where they share a
+    GPU, nccl between GPUs, else gloo"""
+    staging: Literal["auto", "device", "host", "none"] = "auto"
+    """where an update of B bytes waits for its commit: device: B more beside the weights; host: B of the host's memory,
+    a longer swap; none: no more than a bucket, but the engine stands still while it receives; auto: device if it has
+    room, else host. With ipc it stays with the learner"""
     bucket_mb: int = Field(64, ge=1)
     timeout_seconds: float = Field(120.0, gt=0)
     """deadline of each wait of an update"""
     canary_sequences: int = Field(64, ge=0)
     """fixed sequences scored by engine and learner after every update; 0 turns it off"""
     canary_tokens: int = Field(32, ge=2)
+    parity_prompts: int = Field(4, ge=0)
+    """prompts that the engines answer and the learner scores before the first training step, at least one for each
+    engine; the run refuses to train when their logprobs differ. 0 turns it off"""
+    parity_tolerance: float | None = Field(None, gt=0)
+    """nats that they may differ by in the mean, a single token by ten times as much; None: 1e-5 in float32, else 1e-2
+    in the mean alone"""
 
 
 class CheckpointSection(Section):
@@ -377,6 +402,9 @@ class LoggingSection(Section):
     prometheus_host: str = "127.0.0.1"
     timeline_seconds: float = Field(1.0, ge=0)
     """how often what each worker does is written to timeline.jsonl; 0 writes none"""
+    schedule: bool = False
+    """write down what each engine did in which step, for `olmorl replay-schedule`, and the weights of every version: a
+    copy of the model each"""
 
 
 class ClusterSection(Section):
@@ -433,6 +461,31 @@ class Config(Section):
         size, ranks = self.learner.shard_size, self.learner.workers
         if size is not None and ranks % size:
             raise ValueError(f"learner.shard_size = {size} does not divide learner.workers = {ranks}")
+        self._check_shared_gpu()
         if self.loss.advantage == "leave_one_out" and self.rollout.samples_per_prompt < 2:
             raise ValueError("loss.advantage = 'leave_one_out' needs rollout.samples_per_prompt >= 2")
         return self
+
+    @property
+    def shares_gpu(self) -> bool:
+        """True when inference and learner workers are to lie on one GPU."""
+        return self.inference.gpu_share < 1 and self.learner.gpu_share < 1
+
+    def _check_shared_gpu(self) -> None:
+        inference, learner, sync = self.inference, self.learner, self.sync
+        if sync.transport == "ipc" and sync.staging in ("host", "none"):
+            raise ValueError(
+                f"sync.staging = {sync.staging!r} has no meaning with sync.transport = 'ipc', where engines read the "
+                "learner's own copy; leave it out"
+            )
+        if (inference.gpu_share < 1) != (learner.gpu_share < 1):
+            raise ValueError("inference.gpu_share and learner.gpu_share go together: give both, or none")
+        if self.shares_gpu:
+            taken = inference.workers * inference.gpu_share + learner.workers * learner.gpu_share
+            if learner.workers > 1 or taken > 1 + 1e-6:
+                raise ValueError(
+                    f"gpu_share puts {inference.workers} inference and {learner.workers} learner workers on one GPU, "
+                    f"{taken:g} of it in all; it holds one learner worker and shares that sum to 1 at most"
+                )
+            if sync.transport == "nccl":
+                raise ValueError("sync.transport = 'nccl' refuses two workers on one GPU; set 'ipc' or 'auto'")

@@ -37,6 +37,10 @@ class SyncError(OlmoRLError):
     """The weight broadcast missed a deadline or broke; the message says who waited for whom."""
 
 
+class ParityError(OlmoRLError):
+    """Engine and learner give the same tokens different logprobs; the message names the worst and likely causes."""
+
+
 class WorkerError(OlmoRLError):
     """An inference or learner worker failed at run time."""
 

@@ -13,7 +13,7 @@ import numpy as np
 from olmorl.contract.weights import TensorSpec
 
 FinishReason = Literal["stop", "length", "abort"]
-Kernels = Literal["auto", "torch"]
+Kernels = Literal["auto", "torch", "triton"]
 VersionSpan = tuple[int, int, int]  # policy version, first token, one past the last
 OBSERVED = -1  # in place of a version: tokens that an environment wrote
 KvEvent = tuple[int, int, Literal["prefill", "swap", "recompute"]]  # position, policy version, what happened
@@ -159,7 +159,10 @@ class EngineConfig:
     dtype: str = "float32"
     device: str = "cpu"
     max_num_seqs: int = 64
-    kv_cache_tokens: int = 65536
+    kv_cache_tokens: int | None = 65536
+    """None: as many as a GPU has room for beside the model and its largest step"""
+    gpu_memory_utilization: float = 0.9
+    """of the whole GPU, the share that an engine with `kv_cache_tokens = None` may fill"""
     block_size: int = 16
     max_tokens_per_step: int = 2048
     max_model_len: int | None = None
@@ -169,13 +172,24 @@ class EngineConfig:
     """None is all that this engine offers, here and below; another value is refused by name"""
     speculative: str | None = None
     kernels: Kernels = "auto"
-    """"torch" keeps to the definitions in torch where compiled kernels would be faster"""
+    """"auto": compiled ones on a CPU in float32, Triton's on CUDA; "torch" keeps to the definitions in torch; "triton"
+    needs CUDA or, to try the kernels on a CPU, TRITON_INTERPRET=1 before the start"""
     deterministic: bool = False
     """bitwise the same tokens and logprobs for a request in any batch; free where kernels are compiled (float32
     on a CPU), refused elsewhere"""
+    overlap: bool | None = None
+    """launch a step before the tokens of the last one are read; None: on a GPU. Outputs are the same"""
+    cuda_graphs: bool | None = None
+    """replay decode steps; None: on a GPU. True on a CPU keeps to the static buffers and replays by calling"""
+    tensor_parallel_size: int = 1
+    """processes, each with a device of this machine, that the model is divided among"""
     seed: int = 0
     threads: int | None = None
     """torch threads of the process; None leaves torch's own choice"""
+    gpu_share: float = 1.0
+    """of the device's memory that this process may take"""
+    schedule_dir: str | None = None
+    """where the engine records its schedule, see `inference.recorded_engine`; None records none"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,5 +206,7 @@ class WorkerInfo:
     peak_source: str
     tensors: tuple[TensorSpec, ...]
     """what a weight update must carry: Hugging Face names, shapes, the dtype on the wire"""
+    devices: int = 1
+    """of an inference worker: over how many its model is divided"""
     attention_tokens: float = float("inf")
     """of a learner: the length at which attention costs a sample as many FLOPs as the weights do"""

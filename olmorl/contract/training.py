@@ -82,9 +82,10 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreRequest:
-    """Fixed sequences to be scored by learner and engine alike (the canary)."""
+    """Sequences to be scored by the learner and, at temperature 1, by an engine."""
 
     sequences: tuple[np.ndarray, ...]  # each [L] int32, L >= 2
+    temperature: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +96,7 @@ class LearnerConfig:
     dtype: str = "float32"
     device: str = "cpu"
     threads: int | None = None
+    gpu_share: float = 1.0  # of the device's memory that this process may take
     activation_checkpointing: bool = False
     logprob_chunk_tokens: int = 1024
     shard_size: int | None = None  # ranks that share one copy of the model; None: all of them

@@ -9,6 +9,7 @@ import hashlib
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -91,6 +92,12 @@ def tensor_checksum(data: np.ndarray) -> int:
     return zlib.crc32(data.data)
 
 
+def bucket_checksums(bucket: Bucket, data: np.ndarray) -> dict[str, int]:
+    """CRC-32 of each tensor of a bucket that lies in `data` (uint8)."""
+    parts = zip(bucket.tensors, bucket.offsets, strict=True)
+    return {spec.name: tensor_checksum(data[offset : offset + spec.num_bytes]) for spec, offset in parts}
+
+
 def combine_checksums(checksums: Mapping[str, int], specs: Iterable[TensorSpec]) -> str:
     """One word for a whole model, from one CRC for each tensor. Independent of order and of buckets."""
     digest = hashlib.sha256()
@@ -111,8 +118,25 @@ class SyncGroup:
     port: int
     rank: int
     size: int
-    transport: str  # "gloo" or "nccl"
+    transport: str  # "gloo", "nccl" or "ipc"
     timeout_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedHandle:
+    """How to map a bucket of the sender: on a GPU, or at a path of the machine that both run on."""
+
+    gpu: str  # uuid; "" on a CPU
+    path: str  # "" on a GPU
+    cuda: tuple[Any, ...]  # arguments of torch's rebuild_cuda_tensor
+
+
+def shared_key(word: str, *numbers: int) -> str:
+    """What sender and engines tell each other through the store of a group whose buckets they share.
+
+    handle/<rank>/<bucket>, joined/<rank>, sent/<version>/<bucket>, taken/<version>/<rank>.
+    """
+    return "/".join([word, *map(str, numbers)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

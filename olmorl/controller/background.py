@@ -44,10 +44,12 @@ class Background:
             await self.unless_failed(self._jobs[name])
             del self._jobs[name]
 
-    async def end_job(self, name: str, *, timeout: float) -> None:
-        """Give the job of that name, if there is one, so long to end, well or not."""
+    async def end_job(self, name: str, *, timeout: float, needs: str) -> None:
+        """Give the job of that name, if there is one, so long to end, well or not; but no longer than the loop that it
+        needs goes on."""
         if name in self._jobs:
-            await asyncio.wait([self._jobs[name]], timeout=timeout)
+            watched = [self._jobs[name], self._loops[needs]]
+            await asyncio.wait(watched, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
 
     async def unless_failed(self, work: Coroutine[Any, Any, T] | asyncio.Future[T]) -> T:
         """Await `work`, but raise at once if something in the background fails meanwhile."""

@@ -55,6 +55,20 @@ class RolloutBuffer:
         self._waiting.append(group)
         return group
 
+    def restore(self, groups: list[Group], *, version: int) -> None:
+        """Give finished groups of an earlier attempt their slots back; `version` is trained next.
+
+        They keep the version that they were admitted at, so that the window counts from there. Only before the first
+        admission.
+        """
+        assert not self._groups and len(groups) <= self.num_slots, f"{len(groups)} groups for {self.num_slots} slots"
+        for group in groups:
+            group.order, self._next_order = self._next_order, self._next_order + 1
+            self._groups[group.order] = group
+            self._expect(group, State.FINISHED)
+        late = self.straggler(version - 1, [])
+        assert late is None, f"{late and late.prompt.prompt_id} may not have been left behind at version {version - 1}"
+
     def claim(self) -> Group | None:
         """Hand out the oldest waiting group to be rolled out."""
         if not self._waiting:

@@ -16,13 +16,15 @@ import threading
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from olmorl.contract.errors import OlmoRLError, PlacementError, WorkerError, WorkerLostError
 from olmorl.controller.placement import Placement, count_gpus
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
+LATE_SECONDS = 1.0  # a timer that comes so late was not looked at
 THREADS_PER_WORKER = 16  # calls one worker answers at once; most of them wait
 
 
@@ -67,6 +69,26 @@ def _redirect_output(path: Path) -> None:
     faulthandler.enable()
 
 
+async def answer_within(seconds: float, answer: "asyncio.Future[T]") -> T:
+    """Wait for `answer`. Raises TimeoutError after `seconds` in which this process was there to receive it.
+
+    A driver that was stopped, or a laptop that was shut, finds all its deadlines passed when it wakes up; its workers
+    have answered long ago. So a deadline that is noticed late gives one more chance.
+    """
+    loop = asyncio.get_running_loop()
+    try:
+        while True:
+            deadline = loop.time() + seconds
+            try:
+                async with asyncio.timeout_at(deadline):  # wait_for of Python 3.11 may swallow a cancellation
+                    return await asyncio.shield(answer)
+            except TimeoutError:
+                if loop.time() < deadline + LATE_SECONDS:
+                    raise
+    finally:
+        answer.cancel()
+
+
 class Remote:
     """The driver's handle on one worker process."""
 
@@ -91,8 +113,7 @@ class Remote:
         from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 
         try:
-            async with asyncio.timeout(timeout):  # wait_for of Python 3.11 may swallow a cancellation
-                return await asyncio.wrap_future(ref.future())
+            return await answer_within(timeout, asyncio.wrap_future(ref.future()))
         except TimeoutError:
             raise WorkerLostError(f"{self.name} did not answer {method}() within {timeout:g} s") from None
         except RayTaskError as error:
@@ -118,27 +139,27 @@ class Cluster:
     def __init__(self, placement: Placement, *, address: str | None, log_dir: Path, start_timeout: float) -> None:
         self._placement = placement
         self._address = address
-        self._log_dir = log_dir
+        self.log_dir = log_dir
         self._start_timeout = start_timeout
         self._actors: list[Any] = []
         self._group: Any = None
+        self._joined = _is_running(address)
 
     def __enter__(self) -> "Cluster":
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         import ray
 
         here = os.getcwd()
-        joins = _is_running(self._address)
-        self._log_dir.mkdir(parents=True, exist_ok=True)
+        self.log_dir.mkdir(parents=True, exist_ok=True)
         # Ray puts the driver's current directory first on the workers' path: a stray inference.py there would
         # shadow the package, so start from the log directory, which holds no Python file.
-        os.chdir(self._log_dir)
+        os.chdir(self.log_dir)
         try:
             with _interrupts_deferred():
                 ray.init(
                     address=self._address or os.environ.get("RAY_ADDRESS"),
-                    num_cpus=None if joins else max(os.cpu_count() or 1, self._placement.cpus),
-                    include_dashboard=None if joins else False,
+                    num_cpus=None if self._joined else max(os.cpu_count() or 1, self._placement.cpus),
+                    include_dashboard=None if self._joined else False,
                     log_to_driver=False,
                     logging_level=logging.ERROR,
                     runtime_env={"env_vars": {"OMP_WAIT_POLICY": "passive", "TOKENIZERS_PARALLELISM": "false"}},
@@ -180,7 +201,7 @@ class Cluster:
                 max_concurrency=THREADS_PER_WORKER,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, slot),
             )
-            .remote(str(self._log_dir / f"{name}.log"))
+            .remote(str(self.log_dir / f"{name}.log"))
         )
         self._actors.append(actor)
         return Remote(name, actor)
@@ -193,7 +214,9 @@ class Cluster:
             return
         for actor in self._actors:
             ray.kill(actor)
-        if self._group is not None:
+        # A cluster of our own ends as a whole. It may have ended already, when a polite kill went to all processes of
+        # a group: then Ray would wait for it a minute, and end this process.
+        if self._group is not None and self._joined:
             remove_placement_group(self._group)
         ray.shutdown()
 

@@ -2,19 +2,25 @@
 
 import asyncio
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
+import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from inference.model.architecture import read_architecture
 from olmorl.config.schema import Config
+from olmorl.contract.errors import ConfigError
 from olmorl.contract.training import ScoreRequest
 from olmorl.controller.canary import canary_sequences
 from olmorl.controller.cluster import Cluster, Remote
 from olmorl.controller.evaluate import EvalSet, load_eval_sets
-from olmorl.controller.fleet import replace_engine, start_fleet
+from olmorl.controller.fleet import replace_engine, resolve_dtype, start_fleet
+from olmorl.controller.group import Group
+from olmorl.controller.loop import training_params
+from olmorl.controller.parity import ParityGate, parity_limits, parity_prompts
 from olmorl.controller.placement import Placement
 from olmorl.controller.recorder import Recorder, Totals
 from olmorl.controller.resume import DriverState, PromptQueue
@@ -45,6 +51,7 @@ class Inputs:
     environments: tuple[str, ...]
     tokenizer: PreTrainedTokenizerFast
     canary: ScoreRequest | None
+    parity: list[np.ndarray]
 
     @property
     def examples(self) -> list[EncodedExample]:
@@ -68,14 +75,23 @@ def load_inputs(config: Config) -> Inputs:
         count=config.sync.canary_sequences,
         length=config.sync.canary_tokens,
     )
+    parity = parity_prompts(
+        (example.token_ids for example in train.examples),
+        count=max(config.sync.parity_prompts, config.inference.workers) if config.sync.parity_prompts else 0,
+    )
     held_out = [prompt for one in evaluation for prompt in one.prompts]
     rows = [*train.verifiers, *(check.verifier for prompt in held_out for check in prompt.checks)]
-    named = [*train.environments, *(prompt.environment for prompt in held_out)]
+    environments = environments_of([*train.environments, *(prompt.environment for prompt in held_out)])
+    verifiers = verifiers_to_load(config.reward, rows)
+    return Inputs(train, evaluation, verifiers, environments, encoder.tokenizer, canary, parity)
+
+
+def environments_of(named: Iterable[str | None]) -> tuple[str, ...]:
+    """Each once. Raises ConfigError for an unknown name."""
     environments = tuple(dict.fromkeys(name for name in named if name))
     for name in environments:
-        environment_path(name)  # refuses an unknown name
-    verifiers = verifiers_to_load(config.reward, rows)
-    return Inputs(train, evaluation, verifiers, environments, encoder.tokenizer, canary)
+        environment_path(name)
+    return environments
 
 
 def load_encoder(config: Config) -> PromptEncoder:
@@ -109,10 +125,11 @@ async def compose(
         retire_pass_rate=config.rollout.no_resampling_pass_rate,
         rest_steps=config.rollout.rest_steps,
     )
-    version, totals, prompts = 0, Totals(), PromptQueue(selection)
+    version, totals, prompts, groups = 0, Totals(), PromptQueue(selection), list[Group]()
     if checkpoint is not None:
-        state = DriverState.load(checkpoint, seed=config.run.seed)
-        version, totals, prompts = state.step, state.totals, state.prompts(selection)
+        state = DriverState.load(checkpoint, config=config)
+        version, totals = state.step, state.totals
+        prompts, groups = state.prompts(selection), state.groups(selection)
     fleet = await start_fleet(config, cluster=cluster, placement=placement)
     numbers = count(len(fleet.engines))  # a replacement never takes a name that was there before
 
@@ -130,7 +147,7 @@ async def compose(
         learners=fleet.learners,
         service=service,
         section=config.sync,
-        transport=_transport(config, placement),
+        transport=sync_transport(config, placement),
         canary=inputs.canary,
         on_lost=supervisor.lost,
     )
@@ -139,6 +156,18 @@ async def compose(
     await asyncio.gather(*(supervisor.watch(slot, engine) for slot, engine in enumerate(fleet.engines)))
     if checkpoint is not None:
         await fleet.load(checkpoint / "learner", timeout=config.learner.step_timeout_seconds)
+    gate = ParityGate(
+        prompts=inputs.parity,
+        params=training_params(config, seed=config.run.seed),
+        limits=parity_limits(
+            resolve_dtype(config, placement.inference_device),
+            resolve_dtype(config, placement.learner_device),
+            tolerance=config.sync.parity_tolerance,
+        ),
+        service=service,
+        learners=fleet.learners,
+        timeout_seconds=config.sync.timeout_seconds,
+    )
     recorder = Recorder(
         config=config,
         directory=directory,
@@ -146,6 +175,7 @@ async def compose(
         fleet=fleet,
         sinks=open_sinks(config, directory.path, first_step=version, counters=lambda: service.stats),
         totals=totals,
+        carried_tokens=sum(group.tokens_received for group in groups),
     )
     has_timeline = config.logging.timeline_seconds > 0
     return Session(
@@ -154,11 +184,14 @@ async def compose(
         fleet=fleet,
         service=service,
         sync=sync,
+        gate=gate,
         supervisor=supervisor,
         scorer=scorer,
         prompts=prompts,
         eval_sets=inputs.eval,
         recorder=recorder,
+        attempt=attempt,
+        groups=groups,
         timeline=Timeline(directory.timeline_file, peak=fleet.engine_peak, started=started) if has_timeline else None,
         learner_time=learner_time,
         selection=selection,
@@ -166,8 +199,17 @@ async def compose(
     )
 
 
-def _transport(config: Config, placement: Placement) -> str:
+def sync_transport(config: Config, placement: Placement) -> str:
+    """What carries updates. ConfigError for ipc between devices that cannot share memory."""
+    devices = (placement.inference_device, placement.learner_device)
+    if config.sync.transport == "ipc" and (devices[0] != devices[1] or ("cuda" in devices and not config.shares_gpu)):
+        raise ConfigError(
+            f"sync.transport = 'ipc' maps the learner's memory into the engines, but they are on {devices[0]} and the "
+            f"learner is on {devices[1]}, each with a device of its own; set inference.gpu_share and learner.gpu_share "
+            "to put both on one GPU, or leave sync.transport at 'auto'"
+        )
     if config.sync.transport != "auto":
         return config.sync.transport
-    on_gpu = placement.inference_device == placement.learner_device == "cuda"
-    return "nccl" if on_gpu else "gloo"
+    if devices == ("cuda", "cuda"):
+        return "ipc" if config.shares_gpu else "nccl"
+    return "gloo"

@@ -9,7 +9,7 @@ from inference.model.architecture import read_architecture
 from olmorl.config.schema import Config
 from olmorl.contract.errors import WorkerError
 from olmorl.controller.cluster import Remote
-from olmorl.controller.compose import load_encoder
+from olmorl.controller.compose import environments_of, load_encoder
 from olmorl.controller.evaluate import Evaluation, evaluate, load_eval_sets
 from olmorl.controller.fleet import engine_config
 from olmorl.controller.placement import plan_placement
@@ -42,26 +42,33 @@ async def evaluate_model(
 ) -> list[Evaluation]:
     """model.path on the sets of eval.data. `on_start` is told how many samples there will be, `on_scored` how many more
     are done. Bad input is refused before the model is loaded."""
-    sets = load_eval_sets(config, load_encoder(config))
+    encoder = load_encoder(config)
+    sets = load_eval_sets(config, encoder)
     prompts = [prompt for one in sets for prompt in one.prompts]
     named = [check.verifier for prompt in prompts for check in prompt.checks]
-    scorer = await Scorer.start(config.reward, verifiers=verifiers_to_load(config.reward, named))
+    scorer = await Scorer.start(
+        config.reward,
+        verifiers=verifiers_to_load(config.reward, named),
+        environments=environments_of(prompt.environment for prompt in prompts),
+        tokenizer=encoder.tokenizer,
+    )
     try:
         await scorer.check_truths(prompts)
         engine = await asyncio.to_thread(_start_engine, config, version)
-        failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        failed: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         service = RolloutService(on_lost=lambda name, reason: _fail(failed, reason))
         try:
             service.ensure_worker(engine)
             on_start(sum(len(one.prompts) * one.samples_per_prompt for one in sets))
-            work = asyncio.ensure_future(
+            work: asyncio.Future[Any] = asyncio.ensure_future(
                 evaluate(sets, config=config, service=service, scorer=scorer, version=version, on_scored=on_scored)
             )
             await asyncio.wait([work, failed], return_when=asyncio.FIRST_COMPLETED)
             if failed.done():
                 work.cancel()
                 failed.result()
-            return await work
+            evaluations: list[Evaluation] = await work
+            return evaluations
         finally:
             engine.kill()
             await service.close()

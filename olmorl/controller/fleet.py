@@ -30,7 +30,8 @@ class Fleet:
     def engine_peak(self) -> Peak:
         """Of one inference worker; all have the same device."""
         info = self.engine_infos[0]
-        return Peak(flops=info.peak_flops, bandwidth=info.peak_bandwidth)
+        devices = info.devices
+        return Peak(flops=devices * info.peak_flops, bandwidth=devices * info.peak_bandwidth, devices=devices)
 
     async def load(self, folder: Path, *, timeout: float) -> None:
         """Every learner rank takes weights and optimizer from a checkpoint."""
@@ -42,7 +43,7 @@ async def start_fleet(config: Config, *, cluster: Cluster, placement: Placement)
     deadline = config.cluster.start_timeout_seconds
     remotes = [cluster.spawn(name, slot) for slot, name in enumerate(placement.names)]
     engines, learners = remotes[: placement.inference_workers], remotes[placement.inference_workers :]
-    starts = [_start_engine(engine, config, placement) for engine in engines]
+    starts = [_start_engine(engine, config, placement, cluster.log_dir) for engine in engines]
     await asyncio.gather(*starts, _start_learners(learners, _learner_config(config, placement), deadline))
     infos = await asyncio.gather(*(e.call("info", timeout=deadline) for e in engines))
     learner_info = await learners[0].call("info", timeout=deadline)
@@ -61,16 +62,17 @@ async def replace_engine(slot: int, number: int, *, config: Config, cluster: Clu
     """Start a worker in the slot of one that was lost; `number` is new in this run."""
     engine = cluster.spawn(f"inference-{number}", slot)
     try:
-        await _start_engine(engine, config, placement)
+        await _start_engine(engine, config, placement, cluster.log_dir)
     except BaseException:
         engine.kill()
         raise
     return engine
 
 
-async def _start_engine(engine: Remote, config: Config, placement: Placement) -> None:
+async def _start_engine(engine: Remote, config: Config, placement: Placement, log_dir: Path) -> None:
     deadline = config.cluster.start_timeout_seconds
-    await engine.start(INFERENCE_WORKER, engine_config(config, placement), name=engine.name, timeout=deadline)
+    settings = engine_config(config, placement, log_dir)
+    await engine.start(INFERENCE_WORKER, settings, name=engine.name, timeout=deadline)
 
 
 async def _start_learners(learners: list[Remote], config: LearnerConfig, deadline: float) -> None:
@@ -85,21 +87,28 @@ async def _start_learners(learners: list[Remote], config: LearnerConfig, deadlin
     await asyncio.gather(*(learner.call("start", host, port, timeout=deadline) for learner in learners))
 
 
-def engine_config(config: Config, placement: Placement) -> EngineConfig:
+def engine_config(config: Config, placement: Placement, log_dir: Path | None = None) -> EngineConfig:
+    """`log_dir`: where a recorded schedule goes; None records none."""
     section = config.inference
     return EngineConfig(
         model=config.model.path,
         dtype=resolve_dtype(config, placement.inference_device),
         device=placement.inference_device,
         max_num_seqs=section.max_num_seqs,
-        kv_cache_tokens=section.kv_cache_tokens,
+        kv_cache_tokens=None if section.kv_cache_tokens == "auto" else section.kv_cache_tokens,
+        gpu_memory_utilization=section.gpu_memory_utilization,
         block_size=section.block_size,
         max_tokens_per_step=section.max_tokens_per_step,
         max_model_len=config.max_model_tokens,
         prefix_caching=section.prefix_caching,
         batching=section.batching,
+        overlap=section.overlap,
+        cuda_graphs=section.cuda_graphs,
+        tensor_parallel_size=placement.tensor_parallel,
         seed=config.run.seed,
         threads=placement.inference_threads,
+        gpu_share=section.gpu_share,
+        schedule_dir=str(log_dir / "schedule") if log_dir and config.logging.schedule else None,
     )
 
 
@@ -110,6 +119,7 @@ def _learner_config(config: Config, placement: Placement) -> LearnerConfig:
         dtype=resolve_dtype(config, placement.learner_device),
         device=placement.learner_device,
         threads=placement.learner_threads,
+        gpu_share=learner.gpu_share,
         activation_checkpointing=learner.activation_checkpointing,
         shard_size=learner.shard_size,
         logprob_chunk_tokens=learner.logprob_chunk_tokens,

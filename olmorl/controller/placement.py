@@ -1,5 +1,6 @@
 """Where the workers of a run go: how many, on which device, with how many cores. Pure: asks no cluster."""
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +20,10 @@ class Placement:
     learner_device: Literal["cpu", "cuda"]
     inference_threads: int | None
     learner_threads: int | None
+    inference_gpu_share: float = 1.0
+    learner_gpu_share: float = 1.0
+    tensor_parallel: int = 1
+    """devices of one inference worker: one bundle, so that they lie on one node"""
 
     @property
     def names(self) -> list[str]:
@@ -28,8 +33,12 @@ class Placement:
     @property
     def bundles(self) -> list[dict[str, float]]:
         """One for each worker, inference first."""
-        devices = [self.inference_device] * self.inference_workers + [self.learner_device] * self.learner_workers
-        return [{"CPU": CPUS_PER_GPU_WORKER, "GPU": 1} if d == "cuda" else {"CPU": 1} for d in devices]
+        inference = _bundle(self.inference_device, self.tensor_parallel, self.inference_gpu_share)
+        learner = _bundle(self.learner_device, 1, self.learner_gpu_share)
+        return [
+            *([inference] * self.inference_workers),
+            *([learner] * self.learner_workers),
+        ]
 
     @property
     def cpus(self) -> int:
@@ -37,11 +46,13 @@ class Placement:
 
     @property
     def gpus(self) -> int:
-        return sum(int(bundle.get("GPU", 0)) for bundle in self.bundles)
+        """Whole ones; workers that share one count as one."""
+        return math.ceil(sum(bundle.get("GPU", 0) for bundle in self.bundles) - 1e-6)
 
     def describe(self) -> str:
+        ranks = f"{self.tensor_parallel} " if self.tensor_parallel > 1 else ""
         return (
-            f"{self.inference_workers} inference x {self.inference_device}, "
+            f"{self.inference_workers} inference x {ranks}{self.inference_device}, "
             f"{self.learner_workers} learner x {self.learner_device}: {self.cpus} CPU, {self.gpus} GPU"
         )
 
@@ -52,7 +63,8 @@ class Placement:
             if wanted > there:
                 raise PlacementError(
                     f"this run needs {wanted} {kind}s ({self.describe()}) and the cluster has {there:g}: "
-                    f"{wanted - there:g} missing. Lower inference.workers or learner.workers, "
+                    f"{wanted - there:g} missing. Lower inference.workers, inference.tensor_parallel or "
+                    f"learner.workers, "
                     f"set their device to 'cpu', or add nodes"
                 )
 
@@ -63,9 +75,10 @@ def plan_placement(config: Config, *, gpus_here: int | None = None) -> Placement
     inference, learner = config.inference, config.learner
     inference_device = _device(inference.device, gpus)
     learner_device = _device(learner.device, gpus)
+    ranks = inference.workers * inference.tensor_parallel
     on_cpu = sum(
-        section.workers
-        for section, device in ((inference, inference_device), (learner, learner_device))
+        processes
+        for processes, device in ((ranks, inference_device), (learner.workers, learner_device))
         if device == "cpu"
     )
     share = max(1, (os.cpu_count() or 1) // max(1, on_cpu))
@@ -76,7 +89,14 @@ def plan_placement(config: Config, *, gpus_here: int | None = None) -> Placement
         learner_device=learner_device,
         inference_threads=inference.threads or (share if inference_device == "cpu" else None),
         learner_threads=learner.threads or (share if learner_device == "cpu" else None),
+        inference_gpu_share=inference.gpu_share,
+        learner_gpu_share=learner.gpu_share,
+        tensor_parallel=inference.tensor_parallel,
     )
+
+
+def _bundle(device: str, ranks: int, gpu_share: float) -> dict[str, float]:
+    return {"CPU": CPUS_PER_GPU_WORKER * ranks, "GPU": ranks * gpu_share} if device == "cuda" else {"CPU": ranks}
 
 
 def _device(wanted: Device, gpus: int) -> Literal["cpu", "cuda"]:

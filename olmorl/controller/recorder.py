@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from olmorl.config.schema import Config
@@ -15,11 +16,11 @@ from olmorl.controller import step_metrics
 from olmorl.controller.evaluate import Evaluation
 from olmorl.controller.fleet import Fleet
 from olmorl.controller.group import Fate, Group
-from olmorl.controller.run_directory import RunDirectory
+from olmorl.controller.run_directory import RunDirectory, write_atomically
 from olmorl.controller.step_metrics import StepTimes
 from olmorl.controller.sync import UpdateReport
 from olmorl.metrics.bag import MetricBag
-from olmorl.metrics.ledger import WasteLedger
+from olmorl.metrics.ledger import Bin, WasteLedger
 from olmorl.metrics.rollout_log import write_rollouts
 from olmorl.metrics.sink import MetricSink
 
@@ -41,7 +42,7 @@ class Totals:
     """mean reward over the evaluation sets, of the first and of the last version evaluated"""
     eval: dict[str, dict[str, float | None]] = field(default_factory=dict)
     """the last evaluation of each set"""
-    waste: dict[str, int] = field(default_factory=dict)
+    waste: dict[Bin, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -65,19 +66,27 @@ class Recorder:
         fleet: Fleet,
         sinks: Sequence[MetricSink],
         totals: Totals,
+        carried_tokens: int,
     ) -> None:
+        """`totals` of the checkpoint that the attempt begins with; `carried_tokens` of the groups it holds untrained.
+
+        Whatever else earlier attempts have received was for steps that are no more: it is rolled back.
+        """
         self._config = config
         self._directory = directory
         self._attempt = attempt
         self._fleet = fleet
         self._sinks = sinks
-        self._ledger = WasteLedger()
+        self._ledger = WasteLedger(totals.waste)
+        accounted = self._ledger.settled_tokens + carried_tokens
+        self._received_before = max(accounted, _read_number(directory.received_file))
+        self._ledger.add("rolled_back", self._received_before - accounted)
+        self._lost = 0
         self._dropped: list[Group] = []
         self._updates: list[UpdateReport] = []
         self._stats_before: Stats = {}
         self._learner_time_before: dict[str, float] = {}
         self._seconds_before = totals.seconds
-        self._waste_before = dict(totals.waste)
         self._t_started = self._t_row = self._t_trained = time.perf_counter()
         self.totals = totals
 
@@ -112,10 +121,24 @@ class Recorder:
         for evaluation in evaluations:
             self._ledger.add("eval", evaluation.num_tokens)
             totals.eval[evaluation.set.name] = step_metrics.describe_evaluation(evaluation)
+        self._add_up_waste()
         means = [mean for evaluation in evaluations if math.isfinite(mean := evaluation.avg_at_k.mean)]
         totals.eval_after = sum(means) / len(means) if means else None
         if totals.eval_before is None:
             totals.eval_before = totals.eval_after
+
+    def lost(self, tokens: int) -> None:
+        """Made by workers that are no more, and never received: so many in all of this attempt."""
+        self._ledger.add("lost", tokens - self._lost)
+        self._lost = tokens
+
+    def received(self, tokens: int) -> None:
+        """Put on disk how many tokens this attempt has received so far: the next one may have to account for them."""
+        write_atomically(self._directory.received_file, f"{self._received_before + tokens}\n")
+
+    def compared(self, *, num_tokens: int) -> None:
+        """The parity gate had so many tokens generated; they are in the bin of evaluations."""
+        self._ledger.add("eval", num_tokens)
 
     def updated(self, update: UpdateReport) -> None:
         """An update is live; the next row tells of it."""
@@ -171,21 +194,29 @@ class Recorder:
         for sink in self._sinks:
             sink.write_samples(version, rows)
 
+    def check_books(self, *, received_tokens: int, pending_tokens: int) -> None:
+        """Raises LedgerError unless every token received in this attempt or before has its bin, or is one of
+        `pending_tokens`, of groups still under way."""
+        pending = pending_tokens + self._dropped_tokens
+        self._ledger.check(self._received_before + received_tokens, pending_tokens=pending)
+
     def close_books(self, *, received_tokens: int, pending_tokens: int) -> None:
-        """Tokens of groups that were still under way are surplus; then the books must close, or LedgerError."""
-        self._ledger.add("surplus", pending_tokens)
-        for group in self._dropped:
-            for s in group.samples:
-                self._ledger.add(s.fate.value if s.fate else "error", s.num_drawn)
-        self._ledger.check(received_tokens)
+        """Tokens of groups that met no fate in any step are surplus; then the books must close, or LedgerError."""
+        self._ledger.add("surplus", pending_tokens + self._dropped_tokens)
+        self._dropped = []
+        self.check_books(received_tokens=received_tokens, pending_tokens=0)
         self._add_up_waste()
+
+    @property
+    def _dropped_tokens(self) -> int:
+        return sum(s.num_drawn for group in self._dropped for s in group.samples)
 
     def close_sinks(self) -> None:
         for sink in self._sinks:
             sink.close()
 
     def _add_up_waste(self) -> None:
-        self.totals.waste = {name: self._waste_before.get(name, 0) + n for name, n in self._ledger.totals().items()}
+        self.totals.waste = self._ledger.totals()
 
     def summary(self, *, steps: int, exit_reason: str) -> dict[str, Any]:
         totals = self.totals
@@ -196,6 +227,10 @@ class Recorder:
             "tokens_per_second": totals.tokens / totals.seconds if totals.seconds else 0.0,
             "trained_tokens_per_second": totals.trained_tokens / totals.seconds if totals.seconds else 0.0,
         }
+
+
+def _read_number(path: Path) -> int:
+    return int(path.read_text()) if path.exists() else 0
 
 
 def snapshot_stats(stats: Mapping[str, Mapping[str, float]]) -> Stats:

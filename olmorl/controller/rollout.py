@@ -54,6 +54,7 @@ class _Worker:
     remote: Remote
     outbox: list[RolloutRequest] = field(default_factory=list)
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    tokens_received: int = 0
 
 
 class RolloutService:
@@ -74,6 +75,8 @@ class RolloutService:
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.stats: dict[str, dict[str, float]] = {}
         self.tokens_received = 0
+        self.lost_tokens = 0
+        """counted by workers that were removed, and never received"""
         self.late_samples = 0
         self.reissued_requests = 0
         """asked for again, in part or whole, because their worker was removed"""
@@ -102,7 +105,8 @@ class RolloutService:
         for task in worker.tasks:
             task.cancel()
         self._router.remove(name)
-        self.stats.pop(name, None)
+        counted = int(self.stats.pop(name).get("output_tokens", 0))
+        self.lost_tokens += counted - worker.tokens_received
         for issued in self._issued.values():
             if issued.worker == name and issued.missing:
                 self.reissued_requests += 1
@@ -234,6 +238,7 @@ class RolloutService:
         assert issued.worker is not None, "a lease without a worker"
         issued.missing.discard(sample.sample_index)
         self._router.finished(issued.worker, 1)
+        self._workers[issued.worker].tokens_received += len(sample.token_ids)
         self.tokens_received += len(sample.token_ids)
         self._undelivered_tokens += len(sample.token_ids)
         issued.inbox.put_nowait(sample)

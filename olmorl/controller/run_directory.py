@@ -35,6 +35,11 @@ class RunDirectory:
     def summary_file(self) -> Path:
         return self.path / "summary.json"
 
+    @property
+    def received_file(self) -> Path:
+        """How many tokens all attempts together have received so far, also those of steps that were rolled back."""
+        return self.path / "logs" / "received_tokens"
+
     def rollouts_file(self, step: int) -> Path:
         return self.path / "rollouts" / f"step_{step:06d}.parquet"
 

@@ -7,6 +7,7 @@ slots it frees are refilled, an evaluation may run on it, and its row is written
 import asyncio
 import time
 from collections.abc import Coroutine
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from learner.pack import pack
@@ -17,7 +18,9 @@ from olmorl.controller.background import Background
 from olmorl.controller.buffer import RolloutBuffer
 from olmorl.controller.evaluate import EvalSet, Evaluation, evaluate
 from olmorl.controller.fleet import Fleet
+from olmorl.controller.group import Group
 from olmorl.controller.loop import Batch, RolloutLoops
+from olmorl.controller.parity import ParityGate
 from olmorl.controller.recorder import Recorder, Step, snapshot_stats
 from olmorl.controller.resume import DriverState, PromptQueue
 from olmorl.controller.rollout import RolloutService
@@ -33,6 +36,7 @@ from olmorl.metrics.timeline import Timeline
 T = TypeVar("T")
 
 CHECKPOINT = "checkpoint"  # the background job that writes one
+LEARNERS = "learners"  # the loop that sees whether they live
 CLOSING_SECONDS = 60.0  # that it gets when a run is stopped
 
 
@@ -45,26 +49,32 @@ class Session:
         fleet: Fleet,
         service: RolloutService,
         sync: WeightSync,
+        gate: ParityGate,
         supervisor: EngineSupervisor,
         scorer: Scorer,
         prompts: PromptQueue,
         eval_sets: tuple[EvalSet, ...],
         recorder: Recorder,
+        attempt: int,
+        groups: list[Group],
         timeline: Timeline | None,
         learner_time: TimeLedger,
         selection: PromptSelection,
         version: int,
     ) -> None:
+        """`groups` were finished by an earlier attempt and wait to be trained at `version` or later."""
         self._config = config
         self._directory = directory
         self._fleet = fleet
         self._service = service
         self._sync = sync
+        self._gate = gate
         self._supervisor = supervisor
         self._scorer = scorer
         self._prompts = prompts
         self._eval_sets = eval_sets
         self._recorder = recorder
+        self._attempt = attempt
         self._timeline = timeline
         self._learner_time = learner_time
         rollout = config.rollout
@@ -74,6 +84,7 @@ class Session:
             window=rollout.staleness_window,
             max_overtaken=0 if rollout.oversampling else rollout.max_overtaken,
         )
+        self._buffer.restore(groups, version=version)
         self._loops = RolloutLoops(
             config=config,
             buffer=self._buffer,
@@ -89,21 +100,20 @@ class Session:
         self._step = Step(number=version)
         self._state: DriverState | None = None
         self._times = StepTimes()
-        self._pending_tokens = 0
         self.version = version
 
     async def start(self) -> None:
-        """Send the first update, evaluate the policy as it is, and let the loops run."""
+        """Send the first update, compare engines and learner, evaluate the policy as it is, and let the loops run."""
         heartbeat = self._config.cluster.heartbeat_seconds
         self._background.start_loop("service", self._service.run())
         self._background.start_loop("supervisor", self._supervisor.run())
-        self._background.start_loop("learners", watch_learners(self._fleet.learners, heartbeat_seconds=heartbeat))
+        self._background.start_loop(LEARNERS, watch_learners(self._fleet.learners, heartbeat_seconds=heartbeat))
         if self._timeline is not None:
             self._background.start_loop("timeline", self._write_timeline(self._timeline))
         self._learner_time.enter("sending")
         await self._background.unless_failed(self._sync.snapshot(self.version))
         self._learner_time.enter("waiting")
-        await self._background.unless_failed(self._go_live(self._step))
+        await self._background.unless_failed(self._go_live(self._step, first=True))
         self._background.start_loop("rollouts", self._loops.run())
 
     async def next_batch(self) -> Batch:
@@ -180,6 +190,9 @@ class Session:
         await self.settle()
         started = time.perf_counter()
         await self._background.finish_job(CHECKPOINT)
+        # Evaluations that went on when the state was captured have settled since; nothing else has.
+        state = replace(state, totals=replace(self._recorder.totals))
+        self._recorder.check_books(received_tokens=self._service.tokens_received, pending_tokens=self._pending_tokens)
         folder = self._directory.checkpoint(self.version)
         folder.mkdir(parents=True)
         self._learner_time.enter("checkpointing")
@@ -201,6 +214,7 @@ class Session:
         await self.settle()
         await self._background.finish_job(CHECKPOINT)
         await self._stop_rollouts()
+        self._recorder.lost(self._service.lost_tokens)
         self._recorder.close_books(received_tokens=self._service.tokens_received, pending_tokens=self._pending_tokens)
         if self._config.checkpoint.export:
             await self._all_learners("export", str(self._directory.export(self.version)))
@@ -210,10 +224,11 @@ class Session:
 
     async def close(self) -> None:
         """Stop everything that still runs in the background; a checkpoint under way may first be completed."""
-        await self._background.end_job(CHECKPOINT, timeout=CLOSING_SECONDS)
+        await self._background.end_job(CHECKPOINT, timeout=CLOSING_SECONDS, needs=LEARNERS)
         await self._background.close()
         await self._sync.close()
         await self._service.close()
+        self._recorder.received(self._service.tokens_received)
         self._recorder.close_sinks()
         if self._timeline is not None:
             self._timeline.close()
@@ -224,16 +239,21 @@ class Session:
             timeline.write(self._service.stats, self._learner_time.totals(), now=time.time())
             await asyncio.sleep(self._config.logging.timeline_seconds)
 
-    async def _go_live(self, step: Step) -> None:
+    async def _go_live(self, step: Step, *, first: bool = False) -> None:
         self._recorder.updated(await self._sync.publish(step.number))
+        if first:
+            self._recorder.compared(num_tokens=await self._gate.check())
         self._loops.published(step.number)
+        if step.number > 0 and not step.groups:
+            return  # a resumed run's first update belongs to a step that has its row, and its evaluation
         started = time.perf_counter()
         evaluations = await self._evaluate(step)
         step.times.eval = time.perf_counter() - started
-        if step.number == 0 or step.groups:  # a resumed run's first update belongs to a step that has its row
-            stats = snapshot_stats(self._service.stats)
-            learner_time = self._learner_time.totals()
-            await asyncio.to_thread(self._recorder.write_row, step, evaluations, stats, learner_time, self._faults())
+        self._recorder.lost(self._service.lost_tokens)
+        stats = snapshot_stats(self._service.stats)
+        learner_time = self._learner_time.totals()
+        await asyncio.to_thread(self._recorder.write_row, step, evaluations, stats, learner_time, self._faults())
+        await asyncio.to_thread(self._recorder.received, self._service.tokens_received)
 
     async def _evaluate(self, step: Step) -> list[Evaluation]:
         """What is due at this version. A resumed run has the row of its first version, and what was due then in it."""
@@ -264,22 +284,25 @@ class Session:
     def _capture(self) -> DriverState:
         return DriverState.capture(
             step=self.version,
+            attempt=self._attempt,
             prompts=self._prompts,
             buffer=self._buffer,
             totals=self._recorder.totals,
-            seed=self._config.run.seed,
+            config=self._config,
         )
 
     async def _stop_rollouts(self) -> None:
-        """No more training prompts: what is under way is given up, its tokens counted at this instant."""
+        """No more training prompts: what is under way is given up."""
         if not self._background.runs("rollouts"):
             return
         given_up = self._service.in_flight
         await self._background.stop_loop("rollouts")
-        # Counted once every lease is gone: what arrives from here on is late, and was never received.
-        outstanding = self._buffer.outstanding()
-        self._pending_tokens = self._service.undelivered_tokens + sum(g.tokens_received for g in outstanding)
-        await self._service.abort(given_up)
+        await self._service.abort(given_up)  # what arrives from here on is late, and was never received
+
+    @property
+    def _pending_tokens(self) -> int:
+        """Received, of training prompts without a fate."""
+        return self._service.undelivered_tokens + sum(g.tokens_received for g in self._buffer.outstanding())
 
     async def _all_learners(self, method: str, *args: object) -> None:
         deadline = self._config.learner.step_timeout_seconds

@@ -95,7 +95,7 @@ def add_engines(bag: MetricBag, before: Stats, after: Stats, *, peak: Peak, seco
     total = {name: sum(since(before.get(w, {}), after[w], name) for w in after) for name in _COUNTERS}
     rate = total["output_tokens"] / seconds
     bag.add("throughput/tokens_per_second", rate, reduce="last")
-    bag.add("throughput/tokens_per_second_per_device", rate / max(1, len(after)), reduce="last")
+    bag.add("throughput/tokens_per_second_per_device", rate / max(1, len(after) * peak.devices), reduce="last")
     for worker, counters in after.items():
         used = utilization(before.get(worker, {}), counters, peak=peak)
         bag.add("throughput/inference_mfu", used.mfu)
@@ -160,7 +160,7 @@ def add_update(bag: MetricBag, report: UpdateReport) -> None:
     bag.add("sync/seconds", report.seconds)
     bag.add("sync/stall_seconds", report.stall_seconds)
     bag.add("sync/bytes", report.num_bytes)
-    bag.add("canary/checksum_ok", 1.0)
+    bag.add("canary/checksum_ok", report.checksum_ok)
     if report.canary_mean is not None and report.canary_max is not None:
         bag.add("canary/logprob_abs_diff_mean", report.canary_mean)
         bag.add("canary/logprob_abs_diff_max", report.canary_max, reduce="max")
@@ -196,7 +196,8 @@ def add_times(bag: MetricBag, times: StepTimes) -> None:
         bag.add(f"time/{name}", getattr(times, name))
 
 
-def rollout_rows(groups: Iterable[Group], *, step: int, attempt: int, t_trained: float) -> list[RolloutRow]:
+def rollout_rows(groups: Iterable[Group], *, step: int, attempt: int, t_trained: float | None) -> list[RolloutRow]:
+    """`t_trained` is None for groups that still wait to be trained: then their fate is the one that they will meet."""
     rows = []
     for group in groups:
         for s in group.samples:

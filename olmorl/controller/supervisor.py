@@ -9,6 +9,7 @@ started, stale until it has committed the newest weights.
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 from olmorl.contract.errors import OlmoRLError, WorkerError
 from olmorl.controller.cluster import Remote
@@ -38,6 +39,7 @@ class EngineSupervisor:
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._service: RolloutService | None = None
         self._sync: WeightSync | None = None
+        self._last_loss = ""
         self.restarts = 0
 
     def attach(self, *, service: RolloutService, sync: WeightSync) -> None:
@@ -74,26 +76,42 @@ class EngineSupervisor:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _replace(self, slot: int, reason: str) -> None:
+        self._last_loss = reason
         if self.restarts < self._max_restarts:
             self.restarts += 1
             task = asyncio.create_task(self._start_replacement(slot))
             self._replacing.add(task)
-            task.add_done_callback(self._replacing.discard)
-        elif len(self._alive) + len(self._replacing) < self._min_workers and not self._failed.done():
+            task.add_done_callback(partial(self._replaced, slot))
+        self._check_floor()
+
+    def _check_floor(self) -> None:
+        if len(self._alive) + len(self._replacing) < self._min_workers and not self._failed.done():
             self._failed.set_exception(
                 WorkerError(
                     f"{len(self._alive)} inference workers are left after {self.restarts} restarts, fewer than "
-                    f"cluster.min_inference_workers = {self._min_workers}; the last was lost because: {reason}"
+                    f"cluster.min_inference_workers = {self._min_workers}; the last was lost because: {self._last_loss}"
                 )
             )
 
     async def _start_replacement(self, slot: int) -> None:
+        engine = await self._start_engine(slot)
         try:
-            engine = await self._start_engine(slot)
             await self.watch(slot, engine)
-        except OlmoRLError as error:
+        except WorkerError as error:
+            self.lost(engine.name, str(error))
+
+    def _replaced(self, slot: int, task: "asyncio.Task[None]") -> None:
+        self._replacing.discard(task)
+        if task.cancelled():
+            return
+        error = task.exception()
+        if isinstance(error, OlmoRLError):
             log.warning("a replacement for inference worker %d did not start: %s", slot, error)
-            asyncio.get_running_loop().call_soon(self._replace, slot, str(error))
+            self._replace(slot, str(error))
+        elif error is None:
+            self._check_floor()
+        elif not self._failed.done():
+            self._failed.set_exception(error)
 
     async def _heartbeats(self, engine: Remote) -> None:
         try:

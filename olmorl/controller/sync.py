@@ -33,6 +33,7 @@ from olmorl.controller.sync_protocol import (
     GiveUp,
     Join,
     Live,
+    Phase,
     Reset,
     SyncProtocol,
     Transfer,
@@ -51,6 +52,7 @@ class UpdateReport:
     seconds: float  # from the snapshot to the last commit
     stall_seconds: float  # the longest any engine stood still for this update
     num_bytes: int
+    checksum_ok: float  # share of the engines asked to commit whose weights are the learner's; the others are evicted
     canary_mean: float | None  # |logprob of engine - logprob of learner| over the canary's tokens
     canary_max: float | None
 
@@ -87,9 +89,13 @@ class WeightSync:
         self._canary_logprobs: np.ndarray | None = None
         self._sent: SendReport | None = None
         self._commits: dict[str, CommitReport] = {}
+        self._refusals = 0  # of this update: engines whose weights would not be the learner's
+        self._last_failure = ""
         self._gave_up: OlmoRLError | None = None
         self._changed = Changed()
         self._tasks: set[asyncio.Task[None]] = set()
+        self.mode = section.mode
+        """may be changed between two updates"""
         self.failures = 0
         """attempts that broke, since the run began"""
 
@@ -105,12 +111,14 @@ class WeightSync:
         """Plan the buckets of the model on the learners, and open the store where groups meet."""
         deadline = self._section.timeout_seconds
         self._manifest = plan_buckets(info.tensors, bucket_bytes=self._bucket_bytes)
-        await _all(self._learners, "plan_updates", info.tensors, self._bucket_bytes, timeout=deadline)
+        shared = self._transport == "ipc"
+        await _all(self._learners, "plan_updates", info.tensors, self._bucket_bytes, shared, timeout=deadline)
         self._store = await self._learners[0].call("host_store", timeout=deadline)
 
     async def add(self, engine: Remote) -> None:
         """A newcomer, stale until it has committed the newest weights; then the service gets it."""
-        await engine.call("plan_updates", self._bucket_bytes, timeout=self._section.timeout_seconds)
+        staging = self._section.staging
+        await engine.call("plan_updates", self._bucket_bytes, staging, timeout=self._section.timeout_seconds)
         self._engines[engine.name] = engine
         self._carry_out(self._protocol.add(engine.name, now=_now()))
 
@@ -122,8 +130,13 @@ class WeightSync:
     # Updates
 
     async def snapshot(self, version: int) -> None:
-        """Collective over the learners; afterwards they may train on. The canary is scored on the same weights."""
+        """Collective over the learners; afterwards they may train on. The canary is scored on the same weights.
+
+        Waits until no engine is sent anything, which happens when one was replaced: a transfer and a gather never meet.
+        """
         deadline = self._section.timeout_seconds
+        self._protocol.withdraw()
+        await self._until(lambda: self._protocol.phase is Phase.IDLE, f"the snapshot of version {version}")
         await _all(self._learners, "gather_update", version, timeout=deadline)
         if self._canary is not None:
             scores = await _all(self._learners, "score", self._canary, timeout=deadline)
@@ -132,14 +145,14 @@ class WeightSync:
     async def publish(self, version: int) -> UpdateReport:
         """Bring the last snapshot to every engine as `version`. Raises SyncError when that cannot be done."""
         started = time.perf_counter()
-        mode = self._section.mode
+        mode = self.mode
         stall = 0.0
         if mode == "drain":
             self._service.hold()
             await self._service.idle()
         stopped = time.perf_counter()
         paused = await self._pause() if mode != "inflight" else []
-        self._commits = {}
+        self._commits, self._refusals = {}, 0
         try:
             self._carry_out(self._protocol.offer(version, now=_now()))
             await self._live(version)
@@ -155,6 +168,7 @@ class WeightSync:
             seconds=seconds,
             stall_seconds=max([stall, *(c.stall_seconds for c in self._commits.values())]),
             num_bytes=self._manifest.num_bytes if self._manifest else 0,
+            checksum_ok=len(self._commits) / max(1, len(self._commits) + self._refusals),
             canary_mean=mean,
             canary_max=largest,
         )
@@ -165,21 +179,21 @@ class WeightSync:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _live(self, version: int) -> None:
-        """Wait until `version` is live, and say every few seconds who keeps it waiting."""
-        while not await self._settled_within(version, STALL_REPORT_SECONDS):
+        await self._until(lambda: self._protocol.live_version == version, f"version {version}")
+
+    async def _until(self, reached: Callable[[], bool], who: str) -> None:
+        """Wait, and say every few seconds for whom. Raises what made the protocol give up."""
+        while not await self._settled_within(reached, STALL_REPORT_SECONDS):
             for wait in self._protocol.waiting():
                 seconds = _now() - wait.since
-                log.warning("version %d waits for %s %s, since %.0f s", version, wait.member, wait.what, seconds)
+                log.warning("%s waits for %s %s, since %.0f s", who, wait.member, wait.what, seconds)
         if self._gave_up is not None:
             raise self._gave_up
 
-    async def _settled_within(self, version: int, seconds: float) -> bool:
-        def settled() -> bool:
-            return self._gave_up is not None or self._protocol.live_version == version
-
+    async def _settled_within(self, reached: Callable[[], bool], seconds: float) -> bool:
         try:
             async with asyncio.timeout(seconds):
-                await self._changed.until(settled)
+                await self._changed.until(lambda: self._gave_up is not None or reached())
         except TimeoutError:
             return False
         return True
@@ -241,7 +255,7 @@ class WeightSync:
                     for remote in self.serving:
                         self._service.ensure_worker(remote)
                 case GiveUp(reason):
-                    self._gave_up = SyncError(f"the weights cannot be sent: {reason}")
+                    self._gave_up = SyncError(f"the weights cannot be sent: {reason}{self._last_failure}")
         self._watch_deadline()
         self._changed.notify()
 
@@ -257,6 +271,7 @@ class WeightSync:
         except SyncError as error:
             log.warning("%s: %s", member, error)
             self.failures += 1
+            self._last_failure = f"; the last said by {member}: {error}"
             self._carry_out(self._protocol.failed(member, epoch=epoch, now=_now()))
         except WorkerError as error:
             if member == SENDER:
@@ -294,17 +309,21 @@ class WeightSync:
                 engine, "commit_weights", version, checksums, self._section.kv
             )
         except WeightUpdateError as error:
-            self._carry_out(self._protocol.refused(engine, str(error), version=version, now=_now()))
+            self._refuse(engine, str(error), version)
             return
         if report is None:
             return
         expected = combine_checksums(checksums, self._manifest.tensors)
         if report.checksum != expected:
             reason = f"serves version {version} with checksum {report.checksum}, the learner sent {expected}"
-            self._carry_out(self._protocol.refused(engine, reason, version=version, now=_now()))
+            self._refuse(engine, reason, version)
             return
         self._commits[engine] = report
         self._carry_out(self._protocol.committed(engine, version=version, now=_now()))
+
+    def _refuse(self, engine: str, reason: str, version: int) -> None:
+        self._refusals += 1
+        self._carry_out(self._protocol.refused(engine, reason, version=version, now=_now()))
 
     async def _reset(self, member: str, epoch: int) -> None:
         try:
@@ -345,5 +364,20 @@ def _now() -> float:
     return time.monotonic()
 
 
-async def _all(workers: list[Remote], method: str, *args: object, timeout: float) -> list:
-    return await asyncio.gather(*(worker.call(method, *args, timeout=timeout) for worker in workers))
+async def _all(workers: list[Remote], method: str, *args: object, timeout: float) -> list[Any]:
+    """Call every worker, and say every few seconds who has not answered. The first failure is raised at once."""
+    calls = {asyncio.create_task(worker.call(method, *args, timeout=timeout)): worker.name for worker in workers}
+    started = _now()
+    late = set(calls)
+    try:
+        while late:
+            done, late = await asyncio.wait(late, timeout=STALL_REPORT_SECONDS, return_when=asyncio.FIRST_EXCEPTION)
+            for call in done:
+                call.result()
+            for call in late:
+                log.warning("%s() waits for %s, since %.0f s", method, calls[call], _now() - started)
+        return [call.result() for call in calls]
+    finally:
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)

@@ -9,7 +9,9 @@ No clock, no I/O: events come in with the time they happened at, commands go out
 
 The group is formed anew, as a new epoch, whenever its members change or it broke; events of older epochs are ignored.
 A failure seen by one member says little about who caused it, so all are reset: each drops what is half open and
-answers, and whoever does not answer is evicted. Versions may be skipped: what is sent is the newest on offer.
+answers, and whoever does not answer is evicted. Versions may be skipped: what is sent is the newest on offer. The
+sender holds one version at a time: before it gathers the next one it withdraws the offer and waits for IDLE, so that
+no transfer meets a gather.
 An engine serves only what it committed itself; a newcomer is stale until then.
 """
 
@@ -122,11 +124,12 @@ class SyncProtocol:
         self.phase = Phase.IDLE
         self.epoch = 0
         self.offered: int | None = None
-        """the newest version the sender holds"""
+        """the version the sender holds; None while it gathers the next one"""
         self.serving: dict[str, int] = {}
         """engine -> version it committed; one that is stale is missing here"""
         self.live_version: int | None = None
         self._engines: list[str] = []
+        self._newest = -1  # ever offered
         self._deadlines = deadlines
         self._max_attempts = max_attempts
         self._group: tuple[str, ...] | None = None  # engines of the group that stands, None if none does
@@ -165,9 +168,14 @@ class SyncProtocol:
 
     def offer(self, version: int, *, now: float) -> list[Command]:
         """The sender holds `version` from now on."""
-        assert self.offered is None or version > self.offered, f"version {version} was offered after {self.offered}"
-        self.offered = version
+        assert version > self._newest, f"version {version} was offered after {self._newest}"
+        self.offered = self._newest = version
         return self._proceed(now)
+
+    def withdraw(self) -> None:
+        """The sender is about to gather the next version: no transfer begins before the next offer. One may be under
+        way: the gather begins when the phase is IDLE."""
+        self.offered = None
 
     def lost(self, member: str, reason: str, *, now: float) -> list[Command]:
         """The process of `member` is known to be gone."""
@@ -280,7 +288,10 @@ class SyncProtocol:
         return [Join(self.epoch, (SENDER, *self._engines))]
 
     def _transfer(self, now: float) -> list[Command]:
-        assert self.offered is not None and self._group is not None, "nothing to send, or nobody to send it to"
+        assert self._group is not None, "nobody to send to"
+        if self.offered is None:
+            self.phase = Phase.IDLE
+            return []
         self._version = self.offered
         self._targets = {engine for engine in self._group if self.serving.get(engine) != self._version}
         self._enter(Phase.SENDING, (SENDER, *self._group), now)
@@ -316,10 +327,10 @@ class SyncProtocol:
         if self._attempt >= self._max_attempts:
             culprits = sorted(self._unstaged.intersection(self._engines))
             if not culprits:
-                return [GiveUp(f"version {self.offered} could not be sent in {self._attempt} attempts")]
+                return [GiveUp(f"version {self._newest} could not be sent in {self._attempt} attempts")]
             commands = self._evict(culprits, f"did not stage version {self._version} in {self._attempt} attempts")
         self._attempt += 1
-        if not self._engines:
+        if not self._engines or self.offered is None:
             self.phase = Phase.IDLE
             return commands
         return commands + self._form(now)

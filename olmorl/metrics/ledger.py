@@ -1,9 +1,11 @@
 """Where every generated token ended, so that nothing is wasted unseen.
 
-Each token that the driver received ends in exactly one bin; what engines counted and nobody received is `lost`. The
-sums must close, and `check` says by how much they do not.
+Each token that the driver received ends in exactly one bin; what engines counted and nobody received is `lost`, and
+what an attempt received beyond the checkpoint that the next one began with is `rolled_back`. The sums must close, and
+`check` says by how much they do not.
 """
 
+from collections.abc import Mapping
 from typing import Literal, get_args
 
 Bin = Literal[
@@ -17,11 +19,11 @@ class LedgerError(RuntimeError):
 
 
 class WasteLedger:
-    """The books of one attempt, in tokens."""
+    """The books of a run along its surviving checkpoints, in tokens; an attempt begins with those of its checkpoint."""
 
-    def __init__(self) -> None:
-        self._totals: dict[Bin, int] = dict.fromkeys(BINS, 0)
-        self._drained: dict[Bin, int] = dict.fromkeys(BINS, 0)
+    def __init__(self, before: Mapping[Bin, int] | None = None) -> None:
+        self._totals: dict[Bin, int] = dict.fromkeys(BINS, 0) | dict(before or {})
+        self._drained = dict(self._totals)
 
     def add(self, bin: Bin, tokens: int) -> None:
         assert bin in self._totals, f"no bin {bin!r}; there are {', '.join(BINS)}"

@@ -14,6 +14,7 @@ class Peak:
 
     flops: float  # FLOP/s
     bandwidth: float  # bytes/s
+    devices: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -57,6 +57,12 @@ def test_the_engine_needs_neither_ray_nor_pydantic(root: Path) -> None:
     assert_brings_none(["inference.llm"], ["ray", "pydantic", "olmorl.config", "learner"], root)
 
 
+def test_a_gpu_box_needs_no_compiler_for_its_cpu(root: Path) -> None:
+    """`make gpu-check` runs on torch, triton, transformers, numpy, safetensors and pytest alone."""
+    ours = ["inference.llm", "inference.model.gpu_decoder", "inference.kernels.gpu_sampler", "inference.gpu_check"]
+    assert_brings_none(ours, ["numba", "llvmlite", "ray", "pydantic", "scipy", "hypothesis"], root)
+
+
 def test_the_leaves_are_leaves(root: Path, sources: list[Path]) -> None:
     names = [module_name(path, root) for path in sources]
     heavy = ["torch", "ray", "transformers", "pyarrow", "wandb", "inference", "learner", "olmorl.controller"]

@@ -207,3 +207,14 @@ def test_the_learner_switches_are_checked_together() -> None:
     assert "importance_band = [5.0, 0.5]" in refusal(None, *NEEDED, "loss.importance_band=[5.0, 0.5]")
     assert "does not divide learner.workers = 4" in refusal(None, *NEEDED, "learner.workers=4", "learner.shard_size=3")
     assert "loss.objective" in refusal(None, *NEEDED, "loss.objective=ppo")
+
+
+def test_one_gpu_for_both_roles_is_checked_as_a_whole() -> None:
+    halves = (*NEEDED, "inference.gpu_share=0.4", "learner.gpu_share=0.6")
+    assert load_config(None, halves).shares_gpu
+    assert not load_config(None, NEEDED).shares_gpu
+    assert "give both, or none" in refusal(None, *NEEDED, "learner.gpu_share=0.5")
+    assert "shares that sum to 1" in refusal(None, *halves, "inference.workers=2")
+    assert "one learner worker" in refusal(None, *halves, "learner.gpu_share=0.1", "learner.workers=2")
+    assert "refuses two workers on one GPU" in refusal(None, *halves, "sync.transport=nccl")
+    assert "no meaning" in refusal(None, *NEEDED, "sync.transport=ipc", "sync.staging=host")

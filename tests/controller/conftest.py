@@ -27,6 +27,9 @@ class InProcess:
         async with asyncio.timeout(timeout):
             return await asyncio.to_thread(getattr(self.worker, method), *args)
 
+    def kill(self) -> None:
+        self.worker.shutdown()
+
 
 def make_config(*overrides: str) -> Config:
     small = ["rollout.prompts_per_step=2", "rollout.samples_per_prompt=4", "eval.limit=4", "sync.canary_sequences=4"]

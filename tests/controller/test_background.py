@@ -107,3 +107,26 @@ def test_an_interrupt_cancels_the_work() -> None:
         assert work.cancelled()
 
     run(scenario)
+
+
+def test_at_the_end_a_job_may_finish_as_long_as_what_it_needs_goes_on() -> None:
+    async def scenario(background: Background) -> None:
+        goes_on = asyncio.Event()
+
+        async def job() -> None:
+            await goes_on.wait()
+
+        background.start_loop("learners", for_ever())
+        background.start_loop("engines", fails(WorkerError("too few")))
+        background.start_job(job(), name="checkpoint")
+        asyncio.get_running_loop().call_later(0.01, goes_on.set)
+        await background.end_job("checkpoint", timeout=60, needs="learners")
+        assert goes_on.is_set(), "it was not waited for"
+
+    async def in_vain(background: Background) -> None:
+        background.start_loop("learners", fails(WorkerError("gone")))
+        background.start_job(for_ever(), name="checkpoint")
+        await background.end_job("checkpoint", timeout=60, needs="learners")
+
+    run(scenario)
+    run(in_vain)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from olmorl.config.schema import Config
-from olmorl.contract.errors import StarvationError, SyncError
+from olmorl.contract.errors import StarvationError, SyncError, WorkerError
 from olmorl.controller.background import Background
 from olmorl.controller.buffer import RolloutBuffer
 from olmorl.controller.compose import Inputs, load_inputs
@@ -350,6 +350,53 @@ def test_a_judge_that_stays_down_ends_the_run_if_that_is_wished(
             "reward.outage_seconds=0.1",
         )
         drive(config, load_inputs(config), engine, scenario)
+
+
+def test_a_failure_of_the_producers_ends_the_wait_for_a_batch(
+    quickstart_config: MakeConfig, inputs: Inputs, engine: Any
+) -> None:
+    """A verdict that cannot come, a prompt that cannot be read: told at once, and not a batch that never fills."""
+
+    async def verifiers_gone(driver: Driver) -> None:
+        await driver.scorer.close()
+        driver.background.start_loop("rollouts", driver.loops.run())
+        with pytest.raises(WorkerError, match="the verifier pool is closed"):
+            await driver.background.unless_failed(driver.loops.next_batch())
+
+    async def no_more_prompts(driver: Driver) -> None:
+        driver.loops._prompts = iter(())
+        driver.background.start_loop("rollouts", driver.loops.run())
+        with pytest.raises(RuntimeError, match="StopIteration"):
+            await driver.background.unless_failed(driver.loops.next_batch())
+
+    drive(quickstart_config(), inputs, engine, verifiers_gone)
+    drive(quickstart_config(), inputs, engine, no_more_prompts)
+
+
+def test_signal_may_be_rare(
+    quickstart_config: MakeConfig, engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nine groups of ten are all wrong: they are replaced until the batch is full, however many that takes."""
+    source = """
+from itertools import count
+calls = count()
+def judge(completion, truth, prompt):
+    number = next(calls)
+    return number % 40 == 0
+"""
+    (tmp_path / "mostly_wrong.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    async def scenario(driver: Driver) -> None:
+        driver.background.start_loop("rollouts", driver.loops.run())
+        for version in range(2):
+            batch = await driver.background.unless_failed(driver.loops.next_batch())
+            driver.loops.trained(batch)
+            driver.loops.published(version + 1)
+        assert len(driver.dropped) > 20
+
+    config = quickstart_config("reward.verifier=mostly_wrong:judge", "rollout.async_steps=0")
+    drive(config, load_inputs(config), engine, scenario)
 
 
 def test_evaluation_is_reproducible_and_of_one_version(

@@ -49,6 +49,10 @@ class World:
     inbox: list[tuple] = field(default_factory=list)  # reports on their way to the driver
     work: list[tuple] = field(default_factory=list)  # commands on their way to a member
     joining: dict[int, set[str]] = field(default_factory=dict)
+    gathered: int | None = None
+    """the version in the sender's buckets"""
+    gathering: int | None = None
+    """the next one, withdrawn for but not gathered yet"""
     evicted: set[str] = field(default_factory=set)
     live: list[int] = field(default_factory=list)
     gave_up: str | None = None
@@ -98,7 +102,7 @@ class World:
         elif kind == "transfer":
             _, epoch, version, engines = job
             party = [SENDER, *engines]
-            if all(self.well(m) and self.members[m].epoch == epoch for m in party):
+            if self.gathered == version and all(self.well(m) and self.members[m].epoch == epoch for m in party):
                 self.inbox.append(("sent", epoch))
                 for engine in engines:
                     self.members[engine].staged = version
@@ -149,6 +153,26 @@ class World:
         self.members[name] = Member()
         self.carry_out(self.protocol.add(name, now=self.now))
 
+    def begin_gather(self, version: int) -> None:
+        """What stands in the sender's buckets may only be written while nobody is sent it."""
+        self.protocol.withdraw()
+        self.gathering = version
+
+    def next_of_sender(self) -> bool:
+        """Gather what is to be gathered, as soon as the protocol rests; then offer it. False if neither can be done."""
+        if self.gathering is not None and self.protocol.phase is Phase.IDLE:
+            self.gathered, self.gathering = self.gathering, None
+        elif self.gathering is None and self.gathered is not None and self.protocol.offered is None:
+            self.carry_out(self.protocol.offer(self.gathered, now=self.now))
+        else:
+            return False
+        return True
+
+    def offer(self, version: int) -> None:
+        """Gathered and offered without anything in between."""
+        self.begin_gather(version)
+        assert self.next_of_sender() and self.next_of_sender(), "the protocol was not at rest"
+
     def settle(self) -> None:
         """No more faults: everything on its way arrives, and deadlines pass, until nothing is left to happen."""
         for name, member in self.members.items():
@@ -164,7 +188,7 @@ class World:
             elif self.protocol.deadline is not None:
                 self.now = max(self.now, self.protocol.deadline)
                 self.carry_out(self.protocol.tick(now=self.now))
-            else:
+            elif not self.next_of_sender():
                 return
         raise AssertionError(f"the protocol does not come to rest: {self.protocol.waiting()}")
 
@@ -196,8 +220,9 @@ def run_schedule(data: st.DataObject) -> None:
             punctual = False
             world.carry_out(protocol.tick(now=world.now))
         elif move == "offer":
-            versions += data.draw(st.integers(1, 2))  # versions may be skipped
-            world.carry_out(protocol.offer(versions, now=world.now))
+            if not world.next_of_sender() and world.gathering is None:
+                versions += data.draw(st.integers(1, 2))  # versions may be skipped
+                world.begin_gather(versions)
         elif move == "add" and engines < 6:
             world.add(f"engine-{engines}")
             engines += 1
@@ -260,7 +285,7 @@ def quiet_world(num_engines: int) -> World:
 def test_a_quiet_update_forms_once_and_goes_live() -> None:
     world = quiet_world(2)
     for version in (0, 1, 2):
-        world.carry_out(world.protocol.offer(version, now=0.0))
+        world.offer(version)
         world.settle()
     assert world.live == [0, 1, 2]
     assert world.protocol.epoch == 1
@@ -269,18 +294,41 @@ def test_a_quiet_update_forms_once_and_goes_live() -> None:
 
 def test_versions_may_be_skipped() -> None:
     world = quiet_world(1)
-    world.carry_out(world.protocol.offer(0, now=0.0))
-    world.carry_out(world.protocol.offer(3, now=0.0))  # offered while 0 is being sent
+    world.offer(0)
+    world.begin_gather(3)  # while 0 is being sent
     world.settle()
     assert world.protocol.serving == {"engine-0": 3}
 
 
+def test_a_newcomer_that_comes_while_the_next_version_is_gathered_waits_for_it() -> None:
+    world = quiet_world(1)
+    world.offer(0)
+    world.settle()
+    world.begin_gather(1)
+    assert world.next_of_sender() and world.gathered == 1
+    world.add("late")
+    assert world.work == [], "it would be sent what the sender holds no more"
+    world.settle()
+    assert world.protocol.serving == {"engine-0": 1, "late": 1} and not world.evicted
+
+
+def test_a_gather_waits_for_the_transfer_under_way() -> None:
+    world = quiet_world(1)
+    world.offer(0)
+    while world.protocol.phase is Phase.FORMING:
+        world.perform(world.work.pop(0)) if world.work else world.deliver(world.inbox.pop(0))
+    world.begin_gather(1)
+    assert not world.next_of_sender() and world.gathered == 0
+    world.settle()
+    assert world.protocol.serving == {"engine-0": 1} and world.live == [0, 1]
+
+
 def test_an_engine_that_hangs_in_a_broadcast_is_evicted_and_the_others_go_on() -> None:
     world = quiet_world(3)
-    world.carry_out(world.protocol.offer(0, now=0.0))
+    world.offer(0)
     world.settle()
     world.members["engine-1"].fate = "hung"
-    world.carry_out(world.protocol.offer(1, now=0.0))
+    world.offer(1)
     world.settle()
     assert world.evicted == {"engine-1"}
     assert world.protocol.serving == {"engine-0": 1, "engine-2": 1}
@@ -289,7 +337,7 @@ def test_an_engine_that_hangs_in_a_broadcast_is_evicted_and_the_others_go_on() -
 
 def test_a_restarted_engine_is_stale_until_it_committed() -> None:
     world = quiet_world(1)
-    world.carry_out(world.protocol.offer(0, now=0.0))
+    world.offer(0)
     world.settle()
     world.carry_out(world.protocol.lost("engine-0", "killed", now=0.0))
     world.add("engine-0b")
@@ -300,7 +348,7 @@ def test_a_restarted_engine_is_stale_until_it_committed() -> None:
 
 def test_an_engine_that_serves_a_version_is_not_told_to_commit_it_again() -> None:
     world = quiet_world(1)
-    world.carry_out(world.protocol.offer(0, now=0.0))
+    world.offer(0)
     world.settle()
     world.add("engine-1")
     world.settle()
@@ -325,7 +373,7 @@ def test_reports_of_an_older_epoch_count_for_nothing() -> None:
 
 def test_a_lost_sender_ends_it() -> None:
     world = quiet_world(1)
-    world.carry_out(world.protocol.offer(0, now=0.0))
+    world.offer(0)
     world.carry_out(world.protocol.lost(SENDER, "killed", now=0.0))
     assert world.gave_up is not None
 
@@ -333,7 +381,8 @@ def test_a_lost_sender_ends_it() -> None:
 def test_who_waits_for_whom_is_told() -> None:
     world = quiet_world(2)
     world.members["engine-1"].fate = "hung"
-    world.carry_out(world.protocol.offer(0, now=7.0))
+    world.now = 7.0
+    world.offer(0)
     while world.work:
         world.perform(world.work.pop(0))
     while world.inbox:
@@ -346,9 +395,9 @@ def test_who_waits_for_whom_is_told() -> None:
 
 def test_engines_that_hang_one_after_the_other_do_not_take_a_good_one_with_them() -> None:
     world = quiet_world(5)
-    world.carry_out(world.protocol.offer(0, now=0.0))
+    world.offer(0)
     world.settle()
-    world.carry_out(world.protocol.offer(1, now=0.0))
+    world.offer(1)
     for i in range(4):
         world.members[f"engine-{i}"].fate = "hung"
         while world.work or world.inbox:

@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,11 +15,6 @@ STEPS = 8
 EXPECTED = ("step ", "eval at step ", "run directory: ", "400 steps of ", "starting ", "evaluating on ")
 
 
-def has_row(command: Any, step: int) -> Callable[[], bool]:
-    file = command.directory / "metrics.jsonl"
-    return lambda: file.exists() and f'"progress/step": {step},' in file.read_text()
-
-
 def checkpoints(command: Any) -> dict[str, bool]:
     """Name -> whether it is complete."""
     folders = (command.directory / "checkpoints").glob("step_*")
@@ -30,11 +24,11 @@ def checkpoints(command: Any) -> dict[str, bool]:
 def test_kill_and_resume(command: Any, checks: Any) -> None:
     settings = [f"run.steps={STEPS}", "checkpoint.every=3", "eval.every=3"]
     process = command.start(*settings)
-    command.wait_for(lambda: has_row(command, 4)() and checkpoints(command).get("step_000003", False), process)
+    command.wait_for(lambda: command.has_row(4) and checkpoints(command).get("step_000003", False), process)
     assert len(command.processes()) > 5, "the search for processes finds too few"
     os.kill(process.pid, signal.SIGKILL)
-    process.communicate(timeout=60)  # ends only when all who hold its pipes are gone
-    # Two helpers of Ray's look for their dead cluster for a minute before they end too.
+    process.wait()
+    # Two helpers of Ray's try for a minute to tell their dead cluster of its end.
     command.assert_nothing_left(but=("ray::DashboardAgent", "ray::RuntimeEnvAgent"))
 
     command.run(*settings, "--resume")
@@ -60,7 +54,7 @@ def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(command: Any
     process = command.start("run.steps=400", "checkpoint.every=1", "checkpoint.keep=3")
     command.wait_for(lambda: set(checkpoints(command).values()) == {True, False}, process)
     os.kill(process.pid, signal.SIGKILL)
-    process.communicate(timeout=60)
+    process.wait()
     newest = max(name for name, complete in checkpoints(command).items() if complete)
     step = int(newest.removeprefix("step_"))
 
@@ -86,12 +80,12 @@ def test_ctrl_c_in_every_phase_and_resume(command: Any, checks: Any) -> None:
         here = command.directory / "logs" / "attempt_3" / "learner-0.log"  # else it is the one of an earlier attempt
         return here.exists() and set(checkpoints(command).values()) == {True, False}
 
-    def terminate(process: subprocess.Popen[str]) -> None:
+    def terminate(process: subprocess.Popen[bytes]) -> None:
         process.terminate()  # a polite kill is a Ctrl-C
 
     phases = [
         (starting_ray, command.interrupt),
-        (has_row(command, 2), terminate),
+        (lambda: command.has_row(2), terminate),
         (writing_a_checkpoint, command.interrupt),
     ]
     for attempt, (phase, stop) in enumerate(phases, start=1):

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from olmorl import Run
+from olmorl.cli.main import run as cli
 from olmorl.config.load import load_config
 from olmorl.metrics.names import is_declared
 from olmorl.metrics.rollout_log import read_rollouts
@@ -27,7 +28,7 @@ CHECKPOINT_EVERY = 4
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory, command_in: Callable[[Path], Any]) -> Any:
     command = command_in(tmp_path_factory.mktemp("train"))
-    out, err = command.run(f"run.steps={STEPS}", f"checkpoint.every={CHECKPOINT_EVERY}")
+    out, err = command.run(f"run.steps={STEPS}", f"checkpoint.every={CHECKPOINT_EVERY}", "logging.schedule=true")
     assert "finished" in out and f"step {STEPS}/{STEPS}" in err
     assert f"a Hugging Face folder: {command.directory}/export/step_{STEPS:06d}\n" in out
     directory, steps, starting, evaluating, *_ = err.splitlines()
@@ -49,7 +50,7 @@ def test_the_run_directory_holds_what_was_promised(finished: Any, checks: Any) -
     assert (directory / "checkpoints" / "latest").resolve().name == "step_000006"
     assert all((directory / "checkpoints" / name / "COMPLETE").exists() for name in ("step_000004", "step_000006"))
     logs = sorted(p.name for p in (directory / "logs" / "attempt_1").iterdir())
-    assert logs == ["inference-0.log", "learner-0.log"]
+    assert logs == ["inference-0.log", "learner-0.log", "schedule"]
     summary = finished.summary()
     assert (summary["exit_reason"], summary["steps"]) == ("finished", STEPS)
     assert 0 <= summary["eval_before"] <= 1 and 0 <= summary["eval_after"] <= 1
@@ -158,6 +159,20 @@ def load_checkpoint(folder: Path, model: torch.nn.Module) -> dict[str, torch.Ten
     return {name: state[key] for name, key in names.items()}
 
 
+def test_what_the_engine_did_can_be_done_again(finished: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the weights of each version, and evaluations between the training prompts."""
+    assert cli(["replay-schedule", str(finished.directory), "--worker", "inference-0"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("inference-0: identical: ") and f"{STEPS + 1} updates" in out
+    assert cli(["replay-schedule", str(finished.directory), "--attempt", "2"]) == 2
+
+
+def test_a_run_whose_engine_and_learner_disagree_does_not_train(command: Any) -> None:
+    _, err = command.run("run.steps=2", "sync.parity_tolerance=1e-12", code=1)
+    assert "engine and learner disagree about the raw logprobs" in err and "Likely: " in err
+    assert command.metrics() == [] and command.summary()["steps"] == 0
+
+
 def test_a_finished_run_is_resumed_from_its_summary(finished: Any) -> None:
     before = sorted(finished.directory.rglob("*"))
     out, err = finished.run(f"run.steps={STEPS}", f"checkpoint.every={CHECKPOINT_EVERY}", "--resume")
@@ -173,8 +188,10 @@ def test_a_run_is_not_overwritten(finished: Any) -> None:
 
 
 def test_drain_with_two_engines_and_two_ranks(command: Any, checks: Any) -> None:
-    """No sample runs across an update; both engines work; two ranks train what one would."""
-    command.run("run.steps=3", "sync.mode=drain", "inference.workers=2", "learner.workers=2", "rollout.async_steps=1")
+    """No sample runs across an update; both engines work, and map the learner's weights; two ranks train what one
+    would."""
+    settings = ["sync.mode=drain", "sync.transport=ipc", "inference.workers=2", "learner.workers=2"]
+    command.run("run.steps=3", "rollout.async_steps=1", *settings)
     command.assert_nothing_left()
     rows = command.rollouts()
     assert {len(row.version_spans) for row in rows} == {1}, "a sample ran across an update"
@@ -202,6 +219,6 @@ def test_the_loop_is_a_library(tmp_path: Path, command_in: Callable[[Path], Any]
             run.checkpoint()
     command.directory.joinpath("checkpoints", "step_000002", "COMPLETE").read_text()
     state = json.loads((command.directory / "checkpoints" / "step_000001" / "driver.json").read_text())
-    assert state["step"] == 1 and state["outstanding"]
+    assert state["step"] == 1 and state["again"] + state["finished"]
     checks.one_row_a_step(command, 2)
     run.close()

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from inference import LLM, SamplingParams
+from inference.staged_update import check_tensor
 from inference.worker import InferenceWorker
 from olmorl.contract.errors import ConfigError, ModelError, SyncError, WeightUpdateError, WorkerError
 from olmorl.contract.generation import EngineConfig, RolloutRequest, RolloutSample
@@ -279,3 +280,52 @@ def test_a_sender_that_stops_halfway_is_a_sync_error_and_a_new_epoch_works(
     sender.send(("whole", update))
     worker.receive_weights(0)
     assert worker.commit_weights(0, sender.recv()).version == 0
+
+
+def test_weights_that_were_half_received_in_place_are_never_used(worker: InferenceWorker, sender: Any) -> None:
+    port = sender.recv()
+    with pytest.raises(ConfigError, match="staging is 'disk'"):
+        worker.plan_updates(BUCKET_BYTES, "disk")
+    worker.plan_updates(BUCKET_BYTES, "none")
+    join(worker, sender, epoch=0, port=port, timeout=1.0)
+    update, before = new_weights(worker, 0), worker.weights_checksum()
+    sender.send(("half", update))
+    with pytest.raises(SyncError, match="waited for bucket 3 of version 0"):
+        worker.receive_weights(0)
+    sender.recv()
+    assert worker.weights_checksum() != before, "nothing was received in place, so this shows nothing"
+    with pytest.raises(WeightUpdateError, match="being rewritten"):
+        worker.score(ScoreRequest(sequences=(np.arange(4, dtype=np.int32),)))
+    worker.submit([request(0)])
+    worker.reset_sync(0)
+    worker.resume()  # whoever paused it does not know
+    worker.discard_weights(0)
+    assert not worker.wait_idle(0.2) and worker.drain(0.0).stats["steps"] == 0
+
+    join(worker, sender, epoch=1, port=port)
+    sender.send(("whole", update))
+    worker.receive_weights(0)
+    checksums = sender.recv()
+    report = worker.commit_weights(0, checksums)
+    assert report.checksum == worker.weights_checksum() == combine_checksums(checksums, worker.info().tensors)
+    assert report.stall_seconds > 0.2, "it stood still since the first byte"
+    assert len(collect(worker, 4)) == 4
+
+    sender.send(("whole", new_weights(worker, 1)))
+    worker.receive_weights(1)
+    with pytest.raises(WeightUpdateError, match="the weights in place are torn"):
+        worker.commit_weights(1, sender.recv() | {next(iter(checksums)): 0})
+    with pytest.raises(WeightUpdateError, match="being rewritten"):
+        worker.score(ScoreRequest(sequences=(np.arange(4, dtype=np.int32),)))
+
+
+def test_a_sum_that_overflows_is_no_infinity() -> None:
+    spec = TensorSpec("w", (2,), "float16")
+    high = torch.full((2,), 6e4, dtype=torch.float16)
+    assert torch.equal(check_tensor(high, spec, device=torch.device("cpu"), copy=False), high)
+    most = torch.full((2,), torch.finfo(torch.float32).max)
+    spec = TensorSpec("w", (2,), "float32")
+    assert torch.equal(check_tensor(most, spec, device=torch.device("cpu"), copy=False), most)
+    for bad in (torch.tensor([1.0, torch.inf]), torch.tensor([torch.inf, -torch.inf]), torch.tensor([torch.nan, 0.0])):
+        with pytest.raises(WeightUpdateError, match="not finite"):
+            check_tensor(bad, spec, device=torch.device("cpu"), copy=False)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from learner.pack import pack
+from learner.sender_link import GroupLink
 from learner.trainer import Trainer
 from learner.weight_sender import WeightSender
 from olmorl.contract.errors import ModelError, SyncError
@@ -88,14 +89,14 @@ def test_a_training_step_does_not_touch_what_is_sent(
     sender = WeightSender(trainer.policy, rank=0, device=CPU)
     manifest = sender.plan(specs_of(trainer), bucket_bytes=5000)
     first_sent, trained = threading.Event(), threading.Event()
-    send = sender._send
+    send = GroupLink.send
 
-    def send_and_wait(*args: object, **kwargs: object) -> None:
-        send(*args, **kwargs)
+    def send_and_wait(link: GroupLink, index: int, data: torch.Tensor, **options: Any) -> None:
+        send(link, index, data, **options)
         first_sent.set()
         assert trained.wait(60)
 
-    monkeypatch.setattr(sender, "_send", send_and_wait)
+    monkeypatch.setattr(GroupLink, "send", send_and_wait)
     with ThreadPoolExecutor() as threads:
         (receiver,) = connect(sender, threads)
         before = weights(trainer)

@@ -42,9 +42,10 @@ def broadcast_once(ranks: Any, export: Path, join_as_engine: Callable[[SyncGroup
         ranks.workers[0].join_sync_group(group)
         engine = joining.result()
         ranks.call("gather_update", 3)
-        receiving = threads.submit(engine.receive, manifest)
-        report = ranks.workers[0].broadcast(3)
-        received = receiving.result()
+        sending = threads.submit(ranks.workers[0].broadcast, 3)
+        ranks.call("score", REQUEST)  # gathers shards on all ranks before the engine takes anything in
+        received = engine.receive(manifest)
+        report = sending.result()
     assert report.checksums == {name: tensor_checksum(data) for name, data in received.items()}
     return received
 
@@ -162,3 +163,41 @@ def test_a_worker_says_who_it_is_and_refuses_in_plain_errors(
     ranks.call("shutdown")
     with pytest.raises(WorkerError, match="not started"):
         train(ranks, samples, version=0)
+
+
+def test_ranks_run_ahead_of_a_send_and_never_into_it(
+    start_ranks: Callable,
+    config: LearnerConfig,
+    samples: list[TrainSample],
+    join_as_engine: Callable[[SyncGroup], Any],
+    tmp_path: Path,
+) -> None:
+    """An engine that reads late: both ranks train on, rank 1 is in the next gather already, and what arrives is whole.
+
+    The gather is on the ranks' group, the send on the engines', and only rank 0 is in both.
+    """
+    two = start_ranks(config, 2)
+    two.call("export", str(tmp_path / "sent"))
+    weights = load_file(tmp_path / "sent" / "model.safetensors")
+    specs = [TensorSpec(name, weight.shape, "float32") for name, weight in weights.items()]
+    manifest, _ = two.call("plan_updates", specs, 5000)
+    host, port = two.workers[0].host_store()
+    group = SyncGroup(epoch=0, host=host, port=port, rank=0, size=2, transport="gloo", timeout_seconds=60)
+    with ThreadPoolExecutor() as threads:
+        joining = threads.submit(join_as_engine, replace(group, rank=1))
+        two.workers[0].join_sync_group(group)
+        engine = joining.result()
+        two.call("gather_update", 0)
+        sending = threads.submit(two.workers[0].broadcast, 0)
+        train(two, samples, version=0)
+        gathering = threads.submit(two.call, "gather_update", 1)
+        assert not sending.done() and not gathering.done(), "the engine has not read yet"
+        received = engine.receive(manifest)
+        assert sending.result().checksums == {name: tensor_checksum(data) for name, data in received.items()}
+        gathering.result()
+        receiving = threads.submit(engine.receive, manifest)
+        second = two.workers[0].broadcast(1).checksums
+        assert second == {name: tensor_checksum(data) for name, data in receiving.result().items()}
+    for name, weight in weights.items():
+        np.testing.assert_array_equal(received[name], weight.view(np.uint8).ravel(), err_msg=name)
+    assert all(second[name] != tensor_checksum(received[name]) for name in received), "the step changed nothing"

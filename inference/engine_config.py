@@ -1,0 +1,44 @@
+"""What an engine cannot be built from, said before anything is loaded."""
+
+from typing import get_args
+
+import torch
+
+from olmorl.contract.errors import ConfigError
+from olmorl.contract.generation import EngineConfig, Kernels
+
+
+def check_config(config: EngineConfig) -> None:
+    """Raises ConfigError naming option, value and range."""
+    counts = ("max_num_seqs", "kv_cache_tokens", "block_size", "max_tokens_per_step", "tensor_parallel_size")
+    for name in (*counts, "max_model_len"):
+        value, least = getattr(config, name), 2 if name == "max_model_len" else 1
+        if value is None and name in ("max_model_len", "kv_cache_tokens"):
+            continue
+        if not isinstance(value, int) or value < least:
+            raise ConfigError(f"{name} is {value!r}; it must be an integer >= {least}")
+    if not 0 < config.gpu_memory_utilization <= 1:
+        raise ConfigError(f"gpu_memory_utilization is {config.gpu_memory_utilization!r}; it must be in (0, 1]")
+    if config.batching not in ("continuous", "static"):
+        raise ConfigError(f"batching is {config.batching!r}; it must be 'continuous' or 'static'")
+    if config.kernels not in get_args(Kernels):
+        raise ConfigError(f"kernels is {config.kernels!r}; it must be one of {', '.join(get_args(Kernels))}")
+    for name in ("quantization", "speculative"):
+        if getattr(config, name) is not None:
+            raise ConfigError(f"{name} is {getattr(config, name)!r}; this engine offers None alone")
+    if config.deterministic and config.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"deterministic needs the compiled kernels, which compute on one rank; tensor_parallel_size is "
+            f"{config.tensor_parallel_size}"
+        )
+    try:
+        device = torch.device(config.device)
+    except RuntimeError:
+        raise ConfigError(f"device is {config.device!r}; it must be 'cpu' or 'cuda'") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device is 'cuda', but this machine or this build of torch has none")
+    if device.type == "cuda" and config.tensor_parallel_size > torch.cuda.device_count():
+        raise ConfigError(
+            f"tensor_parallel_size is {config.tensor_parallel_size}, but this process sees "
+            f"{torch.cuda.device_count()} GPUs"
+        )

@@ -1,0 +1,96 @@
+"""How many tokens of KV a GPU has room for: what is left of its memory beside the model and the largest step.
+
+Suffixes: none; sizes are bytes, unless they are said to be blocks or tokens.
+"""
+
+import numpy as np
+import torch
+
+from inference.gpu_sampling import new_gpu_sampler
+from inference.kv_blocks import window_pool_blocks
+from inference.model.architecture import Architecture
+from inference.model.decoder import Decoder
+from inference.model.kv_pools import KVPools
+from inference.sampler import SamplingBatch, sample
+from inference.step_batch import dense_batch
+from olmorl.contract.errors import ConfigError
+from olmorl.contract.generation import EngineConfig
+
+
+def measured_kv_tokens(decoder: Decoder, config: EngineConfig, *, window: int | None) -> int:
+    """For `kv_cache_tokens = None`. Runs the largest step and fills `gpu_memory_utilization` of the GPU with KV."""
+    device = decoder.device
+    if device.type != "cuda":
+        raise ConfigError(
+            f"kv_cache_tokens is None on device {str(device)!r}; only a GPU's memory is measured: give it"
+        )
+    if decoder.ranks.size > 1:
+        raise ConfigError(
+            f"kv_cache_tokens is None with tensor_parallel_size = {decoder.ranks.size}; give it: memory is measured on "
+            "a single GPU only"
+        )
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    largest_step(decoder, config)
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    others = total - free - torch.cuda.memory_reserved(device)
+    room = int(total * config.gpu_memory_utilization) - others - peak
+    blocks = blocks_that_fit(
+        room, decoder.local, element_size=decoder.embedding.element_size(), config=config, window=window
+    )
+    if blocks < 1:
+        raise ConfigError(
+            f"no room for KV on {device}: {total >> 20} MiB x gpu_memory_utilization {config.gpu_memory_utilization}, "
+            f"of which the model and its largest step take {peak >> 20} and others {others >> 20}; lower "
+            "max_tokens_per_step or max_num_seqs, or raise gpu_memory_utilization"
+        )
+    return blocks * config.block_size
+
+
+def blocks_that_fit(
+    room: int, arch: Architecture, *, element_size: int, config: EngineConfig, window: int | None
+) -> int:
+    """The most blocks whose pools take no more than `room`, and no more than all slots at full length can use."""
+    block_bytes = 2 * arch.num_kv_heads * arch.head_dim * config.block_size * element_size
+    sliding = sum(layer.window is not None for layer in arch.layers) if window is not None else 0
+
+    def pool_bytes(blocks: int) -> int:
+        window_blocks = 0
+        if window is not None:
+            window_blocks = window_pool_blocks(
+                window,
+                block_size=config.block_size,
+                num_blocks=blocks,
+                max_num_seqs=config.max_num_seqs,
+                max_tokens_per_step=config.max_tokens_per_step,
+            )
+        return block_bytes * ((len(arch.layers) - sliding) * blocks + sliding * window_blocks)
+
+    length = config.max_model_len or arch.max_positions
+    low, high = 0, config.max_num_seqs * -(-length // config.block_size)
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if pool_bytes(middle) <= room else (low, middle - 1)
+    return low
+
+
+@torch.inference_mode()
+def largest_step(decoder: Decoder, config: EngineConfig) -> None:
+    """`max_tokens_per_step` tokens of prompts and a draw for every slot, over a pool of their own."""
+    length = min(config.max_model_len or decoder.arch.max_positions, config.max_tokens_per_step)
+    whole, rest = divmod(config.max_tokens_per_step, length)
+    sequences = [np.zeros(length, np.int64)] * whole + [np.zeros(rest, np.int64)] * (rest > 0)
+    batch, blocks = dense_batch(sequences, block_size=config.block_size)
+    pools = KVPools(
+        decoder.local, blocks, None, block_size=config.block_size, dtype=decoder.dtype, device=decoder.device
+    )
+    hidden_TM = decoder.forward(batch, pools)
+    rows = config.max_num_seqs
+    logits_RV = decoder.logits(hidden_TM[:1].expand(rows, -1).contiguous())
+    ones = np.ones(rows, np.float32)
+    # A truncation makes the sampler write the logits out once more, as it may have to.
+    rules = SamplingBatch(ones, np.ones(rows, np.int64), ones, 0 * ones, np.zeros((rows, 2), np.int64))
+    sample(logits_RV, rules, decoder.team, new_gpu_sampler(decoder))
