@@ -16,13 +16,17 @@ from olmorl.config.schema import Config
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "configs").glob("*.toml"))
-GPU_RECIPES = [path for path in RECIPES if "GPUs of" in path.read_text()]
+GPU_RECIPES = [path for path in RECIPES if re.search("GPUs? of", path.read_text())]
 WINDOW = 4096
 
 # layers, of them sliding, hidden, heads, KV heads, head size, MLP, vocabulary, tied
 SHAPES = {
     "Olmo-3-7B": (32, 24, 4096, 32, 32, 128, 11008, 100278, False),
     "Olmo-3-1025-7B": (32, 24, 4096, 32, 32, 128, 11008, 100278, False),
+    "Olmo-3-32B": (64, 48, 5120, 40, 8, 128, 27648, 100278, False),
+    "Qwen3-0.6B": (28, 0, 1024, 16, 8, 128, 3072, 151936, True),
+    "Qwen3-1.7B": (28, 0, 2048, 16, 8, 128, 6144, 151936, True),
+    "Qwen3-32B": (64, 0, 5120, 64, 8, 128, 25600, 151936, False),
     "Qwen3-8B": (36, 0, 4096, 32, 8, 128, 12288, 151936, False),
     "Qwen3-14B": (40, 0, 5120, 40, 8, 128, 17408, 151936, False),
 }
@@ -44,7 +48,7 @@ def num_parameters(config: Config) -> int:
 
 
 def engine_bytes(config: Config) -> int:
-    """Weights, the staged copy of an update, and both KV pools, in bfloat16."""
+    """Of one GPU: weights, the staged copy of an update, and both KV pools, in bfloat16."""
     layers, sliding, _, _, kv_heads, size, *_ = shape(config)
     inference = config.inference
     blocks = inference.kv_cache_tokens // inference.block_size
@@ -56,7 +60,8 @@ def engine_bytes(config: Config) -> int:
         max_tokens_per_step=inference.max_tokens_per_step,
     )
     a_layer = 2 * 2 * kv_heads * size * inference.block_size
-    return 2 * 2 * num_parameters(config) + a_layer * ((layers - sliding) * blocks + sliding * in_window)
+    whole = 2 * 2 * num_parameters(config) + a_layer * ((layers - sliding) * blocks + sliding * in_window)
+    return whole // inference.tensor_parallel
 
 
 def learner_bytes(config: Config) -> int:
@@ -82,23 +87,24 @@ def test_says_what_it_wants_fits_there_and_is_refused_where_it_does_not(
     assert run(command.group(1).split()) == 0
     printed = tomllib.loads(capsys.readouterr().out)
     config = load_config(path)
-    workers = config.inference.workers + config.learner.workers
+    workers = config.inference.workers * config.inference.tensor_parallel + config.learner.workers
     nodes, cpus, gpus = (int(number) for number in command.group(3, 4, 5))
     assert printed["run"]["name"] == config.run.name
-    assert workers == nodes * gpus if gpus else workers <= nodes * cpus
+    needed = 1 if config.shares_gpu else workers
+    assert needed == nodes * gpus if gpus else workers <= nodes * cpus
 
     small = f"{nodes}x{cpus}x{gpus - 1}" if gpus else f"1x{workers - 1}x0"
     assert run(["train", str(path), "--dry-run", "--cluster", small]) == 2
     message = capsys.readouterr().err
-    assert f"needs {workers} {'GPU' if gpus else 'CPU'}s" in message and "missing" in message
+    assert f"needs {needed} {'GPU' if gpus else 'CPU'}s" in message and "missing" in message
 
 
 @pytest.mark.parametrize("path", GPU_RECIPES, ids=lambda path: path.stem)
 def test_workers_fit_their_gpus(path: Path) -> None:
     config = load_config(path)
-    size = int(re.search(r"GPUs of (\d+) GB", header(path)).group(1)) * 2**30  # type: ignore[union-attr]
-    assert 0.5 * size < engine_bytes(config) < 0.92 * size
-    assert learner_bytes(config) < 0.8 * size
+    size = int(re.search(r"GPUs? of (\d+) GB", header(path)).group(1)) * 2**30  # type: ignore[union-attr]
+    assert 0.5 * config.inference.gpu_share * size < engine_bytes(config) < 0.92 * config.inference.gpu_share * size
+    assert learner_bytes(config) < 0.9 * config.learner.gpu_share * size
     longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
     assert config.learner.tokens_per_micro_batch >= longest
 
@@ -107,6 +113,7 @@ def test_workers_fit_their_gpus(path: Path) -> None:
     ("name", "row"),
     [  # OLMo 3's report, table 49: lr, mini-batches, steps, prompt, response, batch, group, cap, learners, engines, k
         ("7b_think", (1e-6, 1, 1400, 2048, 32768, 64, 8, float("inf"), 16, 56, 1)),
+        ("32b_think", (2e-6, 1, 750, 2048, 32768, 128, 8, 2.0, 64, 20, 8)),
         ("7b_instruct", (1e-6, 4, 450, 2048, 8192, 64, 8, float("inf"), 8, 56, 8)),
         ("7b_rlzero_math", (1e-6, 1, 2000, 2048, 16384, 32, 8, 2.0, 8, 64, 8)),
     ],
@@ -128,6 +135,7 @@ def test_olmo_3_is_as_published(name: str, row: tuple[float, ...]) -> None:
         rollout.async_steps,
     )
     loss = config.loss
+    assert config.inference.tensor_parallel == (8 if name == "32b_think" else 1)
     assert (config.sampling.temperature, loss.clip_low, loss.clip_high, loss.kl_beta) == (1.0, 0.2, 0.272, 0.0)
     assert (loss.advantage, config.optim.schedule, config.reward.scale) == ("centered", "constant", 10)
 
