@@ -8,12 +8,13 @@ BIN := .venv/bin
 TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 CPU_WHEELS := https://download.pytorch.org/whl/cpu
 
-.PHONY: help quickstart test check soak kernels-report gpu-check clean
+.PHONY: help quickstart test check docs soak kernels-report gpu-check clean
 
 help:
 	@echo "make quickstart   install, train a small model with RL (minutes, CPU is enough), print the results"
 	@echo "make test         install, run all tests that this machine can run"
 	@echo "make check        format, lint, types, import contracts"
+	@echo "make docs         build the documentation into build/site; a dead link is an error"
 	@echo "make soak         the long fault, kill and resume tests"
 	@echo "make kernels-report  registers, spills, shared memory and bytes of each Triton kernel on each GPU; needs no GPU"
 	@echo "make gpu-check    on a CUDA box: kernels against their twins, then attention, decode and prefill timed"
@@ -34,6 +35,10 @@ check: .venv/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+docs: .venv/installed-docs
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(BIN)/mkdocs build --strict --quiet
+	@echo "build/site/index.html"
 
 kernels-report: .venv/installed
 	TRITON_INTERPRET=0 $(BIN)/python -m inference.kernels.gpu_report
@@ -67,4 +72,9 @@ clean:
 .venv/installed-dev: .venv/installed
 	@echo "installing what tests and checks need"
 	@$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e ".[dev]"
+	@touch $@
+
+.venv/installed-docs: .venv/installed
+	@echo "installing what the documentation is built with"
+	@$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e ".[docs]"
 	@touch $@

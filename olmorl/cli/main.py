@@ -69,6 +69,13 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the resolved config and the placement; start nothing.")
     ] = False,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NODESxCPUSxGPUS",
+            help="With --dry-run: place it there, such as 9x96x8 (CPUs and GPUs of each node).",
+        ),
+    ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue the newest complete checkpoint of the run directory.")
     ] = False,
@@ -77,7 +84,9 @@ def train(
     from olmorl.cli import train as command
 
     if dry_run:
-        command.print_plan(config, overrides or [])
+        command.print_plan(config, overrides or [], cluster)
+    elif cluster is not None:
+        raise ConfigError("--cluster describes a cluster for --dry-run; a run itself takes what cluster.address has")
     else:
         command.train(config, overrides or [], resume=resume)
 

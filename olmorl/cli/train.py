@@ -1,20 +1,42 @@
 """`olmorl train`: config in, run, table of results out."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from olmorl.config.dump import dump_toml
 from olmorl.config.load import load_config
+from olmorl.contract.errors import ConfigError
+
+_CLUSTER = re.compile(r"(\d+)x(\d+)x(\d+)")
 
 
-def print_plan(config_path: Path, overrides: Sequence[str]) -> None:
-    """What would run, as a TOML file that can be run; starts nothing."""
+def print_plan(config_path: Path, overrides: Sequence[str], cluster: str | None = None) -> None:
+    """What would run, as a TOML file that can be run; starts nothing.
+
+    `cluster`, "NODESxCPUSxGPUS", stands for this machine; a run that it cannot hold is a PlacementError.
+    """
     from olmorl.controller.placement import plan_placement
 
     config = load_config(config_path, overrides)
+    if cluster is None:
+        placement = plan_placement(config)
+    else:
+        nodes, cpus, gpus = _read_cluster(cluster)
+        placement = plan_placement(config, gpus_here=nodes * gpus)
+        placement.check({"CPU": nodes * cpus, "GPU": nodes * gpus})
     print(dump_toml(config))
-    print(f"# placement: {plan_placement(config).describe()}")
+    print(f"# placement: {placement.describe()}")
+
+
+def _read_cluster(text: str) -> tuple[int, int, int]:
+    """(nodes, CPUs of each, GPUs of each)"""
+    match = _CLUSTER.fullmatch(text)
+    if match is None:
+        raise ConfigError(f"--cluster is {text!r}; it must be NODESxCPUSxGPUS, such as 9x96x8")
+    nodes, cpus, gpus = (int(number) for number in match.groups())
+    return nodes, cpus, gpus
 
 
 def train(config_path: Path, overrides: Sequence[str], *, resume: bool) -> None:

@@ -18,7 +18,7 @@ Messages = tuple[dict[str, str], ...]
 PROMPT_COLUMNS = ("prompt", "question", "problem", "messages")
 ANSWER_COLUMNS = ("answer", "solution", "ground_truth")
 DIALECTS = (
-    "messages, ground_truth, dataset (open-instruct)",
+    "messages | prompt, ground_truth, dataset (open-instruct)",
     "prompt, data_source, reward_model{ground_truth} (verl)",
     "prompt | question | problem | messages with answer | solution | ground_truth (TRL, GSM8K, MATH)",
 )
@@ -59,7 +59,7 @@ def read_example(
 
 def _read_example(row: Row, place: str, source: str, columns: Columns) -> Example:
     if columns.prompt is None and columns.answer is None:
-        if "messages" in row and "dataset" in row:
+        if "dataset" in row and ("messages" in row or ("prompt" in row and "ground_truth" in row)):
             return _read_open_instruct(row, place)
         if "prompt" in row and "reward_model" in row:
             return _read_verl(row, place)
@@ -127,8 +127,9 @@ def _read_open_instruct(row: Row, place: str) -> Example:
         raise DataError(f"{place}: dataset is {row['dataset']!r}; it must name a verifier, or several in a list")
     if len(names) != len(truths):
         raise DataError(f"{place}: dataset names {len(names)} verifiers for {len(truths)} ground truths")
+    column = "messages" if "messages" in row else "prompt"  # OLMo 3's published sets have the latter
     return Example(
-        prompt=_read_prompt(row["messages"], "messages", place),
+        prompt=_read_prompt(row[column], column, place),
         checks=tuple(Check(name, truth) for name, truth in zip(names, truths, strict=True)),
         data_source="+".join(names),
     )

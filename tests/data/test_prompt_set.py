@@ -40,6 +40,7 @@ def write(path: Path, *rows: object) -> Path:
     [
         ({"messages": CHAT, "ground_truth": "7", "dataset": "gsm8k"}, "7", "gsm8k", "gsm8k"),
         ({"messages": CHAT, "ground_truth": ["7"], "dataset": ["gsm8k"]}, "7", "gsm8k", "gsm8k"),
+        ({"prompt": "q", "ground_truth": ["7"], "dataset": ["gsm8k"]}, "7", "gsm8k", "gsm8k"),
         (
             {"prompt": CHAT, "data_source": "openai/gsm8k", "reward_model": {"style": "rule", "ground_truth": "7"}},
             "7",
