@@ -1,0 +1,118 @@
+"""A model as the planner sees it: how many FLOPs and bytes a token costs."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from inference.model.architecture import Architecture, read_architecture
+from olmorl.contract.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    name: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    tied: bool
+    windows: tuple[int | None, ...] = ()
+    """what each layer sees; empty: all see everything"""
+    element_size: int = 2
+    """bytes of a weight and of a key or value"""
+
+    @property
+    def active_parameters(self) -> int:
+        """Those a token is multiplied with: all but the embedding, of which one row is looked up."""
+        attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
+        mlp = 3 * self.hidden_size * self.intermediate_size
+        return self.num_layers * (attention + mlp) + self.vocab_size * self.hidden_size
+
+    @property
+    def num_parameters(self) -> int:
+        return self.active_parameters + (0 if self.tied else self.vocab_size * self.hidden_size)
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.num_parameters * self.element_size
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.element_size
+
+    @property
+    def window(self) -> int | None:
+        """The one of the sliding layers, if there are any."""
+        return next((window for window in self.windows if window is not None), None)
+
+    @property
+    def full_share(self) -> float:
+        """Share of the layers that see everything."""
+        return sum(w is None for w in self.windows) / len(self.windows) if self.windows else 1.0
+
+    def seen(self, context: float) -> float:
+        """Tokens that one more token attends to, averaged over the layers."""
+        if self.window is None:
+            return context
+        return self.full_share * context + (1 - self.full_share) * min(context, self.window)
+
+    def flops(self, tokens: float, attended: float) -> float:
+        """Of `tokens` tokens that attend to `attended` tokens all together (as `seen` counts)."""
+        return 2.0 * self.active_parameters * tokens + 4.0 * self.num_layers * self.num_heads * self.head_dim * attended
+
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        ModelShape(
+            name="qwen2.5-7b", num_layers=28, hidden_size=3584, intermediate_size=18944, num_heads=28, num_kv_heads=4,
+            head_dim=128, vocab_size=152064, tied=False,
+        ),
+        ModelShape(
+            name="olmo3-7b", num_layers=32, hidden_size=4096, intermediate_size=11008, num_heads=32, num_kv_heads=32,
+            head_dim=128, vocab_size=100278, tied=False, windows=(4096, 4096, 4096, None) * 8,
+        ),
+        ModelShape(
+            name="olmo3-32b", num_layers=64, hidden_size=5120, intermediate_size=27648, num_heads=40, num_kv_heads=8,
+            head_dim=128, vocab_size=100278, tied=False, windows=(4096, 4096, 4096, None) * 16,
+        ),
+    )
+}  # fmt: skip
+
+
+def model_shape(model: str) -> ModelShape:
+    """A known name, or a Hugging Face folder.
+
+    Raises:
+        ConfigError: it is neither.
+        ModelError: the folder holds a model of a family that the engine does not know.
+    """
+    if model in SHAPES:
+        return SHAPES[model]
+    folder = Path(model)
+    if not (folder / "config.json").exists():
+        raise ConfigError(
+            f"model {model!r} is no folder with a config.json and no shape known by name; those are {', '.join(SHAPES)}"
+        )
+    dtype = json.loads((folder / "config.json").read_text()).get("dtype", "bfloat16")
+    return shape_of(read_architecture(folder), name=folder.name, element_size=4 if dtype == "float32" else 2)
+
+
+def shape_of(arch: Architecture, *, name: str, element_size: int) -> ModelShape:
+    windows = tuple(layer.window for layer in arch.layers)
+    return ModelShape(
+        name=name,
+        num_layers=len(arch.layers),
+        hidden_size=arch.hidden_size,
+        intermediate_size=arch.intermediate_size,
+        num_heads=arch.num_heads,
+        num_kv_heads=arch.num_kv_heads,
+        head_dim=arch.head_dim,
+        vocab_size=arch.vocab_size,
+        tied=arch.tied,
+        windows=windows if any(windows) else (),
+        element_size=element_size,
+    )
