@@ -13,7 +13,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from olmorl.config.names import ALIASES, SECTIONS
-from olmorl.config.schema import EvalSource, Section, SourceSection
+from olmorl.config.data_sections import EvalSource, SourceSection
+from olmorl.config.section import Section
 
 MARK = "<!-- config reference -->"
 _LIMITS = {annotated_types.Ge: "≥ ", annotated_types.Gt: "> ", annotated_types.Le: "≤ ", annotated_types.Lt: "< "}
