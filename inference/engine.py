@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence as Items
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from inference.step_batch import BlockTable
 from inference.stopping import StopMatcher, finish_reason
 from inference.tokenizer import Tokenizer
 from olmorl.contract.errors import ConfigError, WeightUpdateError
-from olmorl.contract.generation import EngineConfig, SamplingParams
+from olmorl.contract.generation import EngineConfig, Quantization, SamplingParams
 
 KvPolicy = Literal["keep", "recompute"]
 
@@ -42,6 +42,8 @@ class Engine:
             device=config.device,
             max_model_len=config.max_model_len,
             kernels=config.kernels,
+            quantization=config.quantization,
+            quantize_head=config.quantize_head,
         )
         if config.deterministic and self.decoder.compiled is None:
             raise ConfigError(
@@ -70,6 +72,7 @@ class Engine:
             self.decoder.arch,
             num_parameters=self.decoder.num_parameters,
             element_size=self.decoder.embedding.element_size(),
+            weight_bytes=self.decoder.streamed_bytes,
         )
 
     def _new_scheduler(self) -> Scheduler:
@@ -315,7 +318,8 @@ class Engine:
     def update_weights(self, named: Any, version: int, *, kv: KvPolicy = "keep") -> None:
         """Stage, check and commit an iterable of (name, tensor)."""
         self.check_version(version)
-        self.commit(stage_tensors(named, self.decoder.specs, device=self.decoder.device), version, kv=kv)
+        decoder = self.decoder
+        self.commit(stage_tensors(named, decoder.specs, device=decoder.device, hold=decoder.hold), version, kv=kv)
 
     def check_version(self, version: int) -> None:
         if version <= self.version:
@@ -330,6 +334,8 @@ class Engine:
         started = time.perf_counter()
         for name, tensor in self.decoder.tensors.items():
             tensor.copy_(staged.tensors[name])
+        known = self.decoder.lost_checksums
+        known.update({name: staged.checksums[name] for name in known})
         self.version = version
         self.scheduler.change_version(version, recompute=kv == "recompute")
         seconds = time.perf_counter() - started
@@ -338,7 +344,8 @@ class Engine:
         return seconds
 
     def weights_checksum(self) -> str:
-        return model_checksum(self.decoder.tensors, self.decoder.specs)
+        """Of the weights as they came: with quantization, not of what is left of them."""
+        return model_checksum(self.decoder.tensors, self.decoder.specs, self.decoder.lost_checksums)
 
     def score(self, sequences: Items[np.ndarray]) -> list[np.ndarray]:
         """Raw logprob of each token after the first, given those before it, under the present weights."""
@@ -375,9 +382,13 @@ def _check_config(config: EngineConfig) -> None:
             raise ConfigError(f"{name} is {value!r}; it must be an integer >= {least}")
     if config.batching not in ("continuous", "static"):
         raise ConfigError(f"batching is {config.batching!r}; it must be 'continuous' or 'static'")
-    for name in ("quantization", "speculative"):
-        if getattr(config, name) is not None:
-            raise ConfigError(f"{name} is {getattr(config, name)!r}; this engine offers None alone")
+    if config.quantization not in (None, *get_args(Quantization)):
+        offered = ", ".join(map(repr, get_args(Quantization)))
+        raise ConfigError(f"quantization is {config.quantization!r}; it must be None or one of {offered}")
+    if config.quantize_head and config.quantization is None:
+        raise ConfigError("quantize_head is True, but quantization is None; set quantization = 'int8' too")
+    if config.speculative is not None:
+        raise ConfigError(f"speculative is {config.speculative!r}; this engine offers None alone")
     try:
         device = torch.device(config.device)
     except RuntimeError:

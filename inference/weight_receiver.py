@@ -15,7 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from inference.staged_update import StagedUpdate, check_tensor, checksum
+from inference.model.decoder import Hold
+from inference.model.wire import checksum
+from inference.staged_update import StagedUpdate, check_tensor
 from olmorl.contract.errors import ConfigError, SyncError, WeightUpdateError
 from olmorl.contract.weights import Bucket, Manifest, SyncGroup, TensorSpec, plan_buckets
 
@@ -30,8 +32,10 @@ class ReceivedUpdate:
 
 
 class WeightReceiver:
-    def __init__(self, specs: tuple[TensorSpec, ...], *, device: torch.device) -> None:
+    def __init__(self, specs: tuple[TensorSpec, ...], *, device: torch.device, hold: Hold | None = None) -> None:
+        """With `hold`, what is staged is what it makes of each tensor, and no bucket outlives its staging."""
         self.specs = specs
+        self._hold = hold
         self.device = device
         self._manifest: Manifest | None = None
         self._group: Any = None
@@ -142,8 +146,12 @@ class WeightReceiver:
         for spec, offset in zip(bucket.tensors, bucket.offsets, strict=True):
             flat = buffer[offset : offset + spec.num_bytes].view(getattr(torch, spec.dtype))
             tensor = check_tensor(flat.view(spec.shape), spec, device=self.device, copy=False)
-            update.tensors[spec.name] = tensor
             update.checksums[spec.name] = checksum(tensor)
+            if self._hold is None:
+                update.tensors[spec.name] = tensor
+            else:
+                for key, held in self._hold(spec.name, tensor).items():
+                    update.tensors[key] = held.clone() if held is tensor else held
 
 
 def _process_group(membership: SyncGroup, store: Any, timeout: timedelta) -> Any:

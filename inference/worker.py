@@ -33,7 +33,8 @@ class InferenceWorker:
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         self._engine = _translated(lambda: Engine(config, initial_version=initial_version))
-        self._receiver = WeightReceiver(self._engine.decoder.specs, device=self._engine.decoder.device)
+        decoder = self._engine.decoder
+        self._receiver = WeightReceiver(decoder.specs, device=decoder.device, hold=decoder.hold)
         self._finished: list[Sequence] = []
         self._arrived = threading.Condition()
         self._stall_reported = 0.0

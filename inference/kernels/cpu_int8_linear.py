@@ -3,6 +3,8 @@
 Layouts are those of `inference.kernels.cpu_int8_tile`.
 """
 
+import numpy as np
+
 from inference.kernels.compiling import exact
 from inference.kernels.cpu_int8_tile import DOT, ROW_TAIL, WIDE, product, quantize
 from inference.kernels.cpu_linear import add_bias, chunk_rows, gate
@@ -50,7 +52,7 @@ def int8_gated_linear(  # type: ignore[no-untyped-def]
 ):
     """out[:size] = silu(gate x) * (up x); `weight` holds gate above up, and so does `out` for the time being."""
     words = (num_features + 3) // 4 + ROW_TAIL
-    taken = chunk_rows(size, words, threads)
+    taken, lanes = chunk_rows(size, words, threads), np.int64(LANES)
     while True:
         first = take(signals, piece, taken)
         if first >= size:
@@ -58,9 +60,9 @@ def int8_gated_linear(  # type: ignore[no-untyped-def]
         rows = min(taken, size - first)
         for row in (first, size + first):
             start = out + 4 * row * LANES
-            _rows(weight + 4 * row * words, words - ROW_TAIL, x, scales, start, LANES, panel, rows, tokens)
+            _rows(weight + 4 * row * words, words - ROW_TAIL, x, scales, start, lanes, panel, rows, tokens)
             if bias != 0:
-                add_bias(floats(bias + 4 * row, rows), start, LANES, panel, tokens)
+                add_bias(floats(bias + 4 * row, rows), start, lanes, panel, tokens)
         for at in range(0, tokens, LANES):
             start = out + 4 * (at // LANES * panel + first * LANES)
             gate(floats(start, rows * LANES), floats(start + 4 * size * LANES, rows * LANES))

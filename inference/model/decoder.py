@@ -2,11 +2,14 @@
 
 Projections that read the same input are stored as one matrix (query, key and value; gate and up). `tensors` gives
 each its Hugging Face name as a view, so that loading, weight updates and checksums never see the fusion, and an
-update in place reaches the fused matrix.
+update in place reaches the fused matrix. With int8 these views are rows of int8 (`inference.quantization.int8`), and
+what comes under the name is quantised on its way in (`Decoder.hold`).
 
 Suffixes: T tokens, M hidden size, R wanted rows, V vocabulary.
 """
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -20,9 +23,15 @@ from inference.model.compiled_decoder import CompiledDecoder, can_compile
 from inference.model.kv_pools import KVPools
 from inference.model.layers import gated_silu, linear, rms_norm, rope_table
 from inference.model.rope import Rope
+from inference.model.wire import EMBEDDING, HEAD, checksum
+from inference.quantization.int8 import MAX_FEATURES, quantize_rows, row_bytes
 from inference.step_batch import StepBatch
-from olmorl.contract.generation import Kernels
+from olmorl.contract.errors import ConfigError
+from olmorl.contract.generation import Kernels, Quantization
 from olmorl.contract.weights import TensorSpec
+
+Hold = Callable[[str, torch.Tensor], dict[str, torch.Tensor]]
+"""What a tensor under its name is stored as, by key of `Decoder.tensors`; may share its memory"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,19 +58,27 @@ class Decoder:
         device: torch.device,
         max_model_len: int,
         kernels: Kernels = "auto",
+        quantization: Quantization | None = None,
+        quantize_head: bool = False,
     ) -> None:
         self.arch = arch
         self.dtype = dtype
         self.device = device
+        self.quantization = quantization
         self.tensors: dict[str, torch.Tensor] = {}
+        """what the model computes with"""
+        self.lost_checksums: dict[str, int] = {}
+        """of tensors that are stored as something else than what came, which cannot be summed again"""
+        self._specs: list[TensorSpec] = []
         self._arena = Arena(dtype=dtype, device=device)
+        self._int8_arena = Arena(dtype=torch.int8, device=device)
         self._rope_tables: dict[Rope, torch.Tensor] = {}
-        self.embedding = self._tensor("model.embed_tokens.weight", arch.vocab_size, arch.hidden_size)
+        self.embedding = self._tensor(EMBEDDING, arch.vocab_size, arch.hidden_size)
         self.layers = [self._layer(index, max_model_len) for index in range(len(arch.layers))]
         self.norm = self._tensor("model.norm.weight", arch.hidden_size)
-        self.head = self.embedding if arch.tied else self._tensor("lm_head.weight", arch.vocab_size, arch.hidden_size)
+        self.head = self._head(quantize_head)
         self.compiled: CompiledDecoder | None = None
-        if kernels == "auto" and can_compile(arch, dtype=dtype, device=device):
+        if kernels == "auto" and can_compile(arch, dtype=dtype, device=device, quantized=quantization is not None):
             self.compiled = CompiledDecoder(self, max_model_len=max_model_len, threads=torch.get_num_threads())
 
     @property
@@ -72,12 +89,39 @@ class Decoder:
     @property
     def specs(self) -> tuple[TensorSpec, ...]:
         """What an update must carry, in the order of the model."""
-        dtype = str(self.dtype).removeprefix("torch.")
-        return tuple(TensorSpec(name, tuple(tensor.shape), dtype) for name, tensor in self.tensors.items())
+        return tuple(self._specs)
 
     @property
     def num_parameters(self) -> int:
-        return sum(tensor.numel() for tensor in self.tensors.values())
+        return sum(math.prod(spec.shape) for spec in self._specs)
+
+    @property
+    def streamed_bytes(self) -> int:
+        """Of weights that every step reads: all but an embedding that is not the head too."""
+        looked_up = 0 if self.head is self.embedding else self.embedding.nbytes
+        return sum(tensor.nbytes for tensor in self.tensors.values()) - looked_up
+
+    @property
+    def hold(self) -> Hold | None:
+        """None where every tensor is stored as it comes."""
+        return None if self.quantization is None else self._hold
+
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        """Copy in one tensor of `specs`, cast; no shape is checked."""
+        if self.hold is None:
+            self.tensors[name].copy_(tensor)
+            return
+        cast = tensor.to(device=self.device, dtype=self.dtype)
+        for key, held in self.hold(name, cast).items():
+            self.tensors[key].copy_(held)
+        if self.tensors[name].dtype == torch.int8:
+            self.lost_checksums[name] = checksum(cast)
+
+    def _hold(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        held = {name: quantize_rows(tensor) if self.tensors[name].dtype == torch.int8 else tensor}
+        if name == EMBEDDING and self.arch.tied and HEAD in self.tensors:
+            held[HEAD] = quantize_rows(tensor)
+        return held
 
     def forward(self, batch: StepBatch, pools: KVPools) -> torch.Tensor:
         """[T, M] after the final norm; keys and values of the step are in `pools`."""
@@ -149,20 +193,42 @@ class Decoder:
             )
         return self._rope_tables[rope]
 
+    def _head(self, quantize: bool) -> torch.Tensor:
+        arch = self.arch
+        if not quantize:
+            return self.embedding if arch.tied else self._tensor(HEAD, arch.vocab_size, arch.hidden_size)
+        self.tensors[HEAD] = self._matrix(arch.vocab_size, arch.hidden_size, int8=True)
+        if not arch.tied:
+            self._name(HEAD, arch.vocab_size, arch.hidden_size)
+        return self.tensors[HEAD]
+
     def _tensor(self, name: str, *shape: int) -> torch.Tensor:
-        tensor = self._arena.tensor(*shape)
-        self.tensors[name] = tensor
-        return tensor
+        self.tensors[name] = self._arena.tensor(*shape)
+        self._name(name, *shape)
+        return self.tensors[name]
+
+    def _matrix(self, num_rows: int, num_features: int, *, int8: bool) -> torch.Tensor:
+        if not int8:
+            return self._arena.tensor(num_rows, num_features)
+        if num_features > MAX_FEATURES:
+            raise ConfigError(
+                f"quantization 'int8' sums {MAX_FEATURES} features at most; this model has {num_features}"
+            )
+        return self._int8_arena.tensor(num_rows, row_bytes(num_features))
+
+    def _name(self, name: str, *shape: int) -> None:
+        self._specs.append(TensorSpec(name, shape, str(self.dtype).removeprefix("torch.")))
 
     def _fused(
         self, parts: list[tuple[str, int]], in_features: int, *, bias: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """One matrix (and bias) for all `parts`, each named as a view of its rows."""
         sizes = [size for _, size in parts]
-        weight = self._arena.tensor(sum(sizes), in_features)
+        weight = self._matrix(sum(sizes), in_features, int8=self.quantization == "int8")
         bias_tensor = self._arena.tensor(sum(sizes)) if bias else None
         for kind, whole in (("weight", weight), ("bias", bias_tensor)):
             if whole is not None:
-                for (name, _), view in zip(parts, whole.split(sizes), strict=True):
+                for (name, size), view in zip(parts, whole.split(sizes), strict=True):
                     self.tensors[f"{name}.{kind}"] = view
+                    self._name(f"{name}.{kind}", size, *([in_features] if kind == "weight" else []))
         return weight, bias_tensor

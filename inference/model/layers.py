@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from inference.model.frequencies import rope_frequencies
 from inference.model.rope import Rope
+from inference.quantization.int8 import int8_linear
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -18,6 +19,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def linear(x_TM: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`weight` may be int8 rows, see `inference.quantization.int8`."""
+    if weight.dtype == torch.int8:
+        return int8_linear(x_TM, weight, bias)
     return F.linear(x_TM, weight, bias)
 
 

@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from inference.model.architecture import read_architecture, read_json
 from inference.model.decoder import Decoder
 from olmorl.contract.errors import ModelError
-from olmorl.contract.generation import Kernels
+from olmorl.contract.generation import Kernels, Quantization
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Not parameters: buffers that old checkpoints carry, and the copy of a tied head.
@@ -33,23 +33,38 @@ def resolve_folder(model: str) -> Path:
 
 
 def load_decoder(
-    folder: Path, *, dtype: str, device: str, max_model_len: int | None, kernels: Kernels = "auto"
+    folder: Path,
+    *,
+    dtype: str,
+    device: str,
+    max_model_len: int | None,
+    kernels: Kernels = "auto",
+    quantization: Quantization | None = None,
+    quantize_head: bool = False,
 ) -> Decoder:
     arch = read_architecture(folder)
     if dtype not in DTYPES:
         raise ModelError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
     length = arch.max_positions if max_model_len is None else max_model_len
-    decoder = Decoder(arch, dtype=DTYPES[dtype], device=torch.device(device), max_model_len=length, kernels=kernels)
-    missing = set(decoder.tensors)
+    decoder = Decoder(
+        arch,
+        dtype=DTYPES[dtype],
+        device=torch.device(device),
+        max_model_len=length,
+        kernels=kernels,
+        quantization=quantization,
+        quantize_head=quantize_head,
+    )
+    shapes = {spec.name: spec.shape for spec in decoder.specs}
+    missing = set(shapes)
     for name, tensor in _stored_tensors(folder):
         if name.endswith(_IGNORED) or (name == "lm_head.weight" and arch.tied):
             continue
-        target = decoder.tensors.get(name)
-        if target is None:
+        if name not in shapes:
             raise ModelError(f"{folder}: tensor {name!r} is not part of this architecture")
-        if target.shape != tensor.shape:
-            raise ModelError(f"{folder}: {name!r} has shape {tuple(tensor.shape)}; expected {tuple(target.shape)}")
-        target.copy_(tensor)
+        if shapes[name] != tuple(tensor.shape):
+            raise ModelError(f"{folder}: {name!r} has shape {tuple(tensor.shape)}; expected {shapes[name]}")
+        decoder.load(name, tensor)
         missing.discard(name)
     if missing:
         raise ModelError(f"{folder}: {len(missing)} tensors are missing, among them {min(missing)!r}")

@@ -27,7 +27,8 @@ def engine(
     prefix_caching: bool = True,
     kernels: Annotated[str, typer.Option(help="auto, or torch: the definitions, uncompiled.")] = "auto",
     deterministic: Annotated[bool, typer.Option(help="Bitwise the same in any batch, or an error.")] = False,
-    quantization: str | None = None,
+    quantization: Annotated[str | None, typer.Option(help="int8, or as the model is.")] = None,
+    quantize_head: Annotated[bool, typer.Option(help="The head in the precision of --quantization too.")] = False,
     seed: int = 0,
     threads: Annotated[int | None, typer.Option(help="CPU threads; all cores if not given.")] = None,
     published: Annotated[
@@ -51,6 +52,7 @@ def engine(
         "kernels": kernels,
         "deterministic": deterministic,
         "quantization": quantization,
+        "quantize_head": quantize_head,
         "seed": seed,
         "threads": threads,
     }

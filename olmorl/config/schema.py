@@ -207,6 +207,10 @@ class InferenceSection(Section):
     prefix_caching: bool = True
     batching: Literal["continuous", "static"] = "continuous"
     """static: the slot of a finished sample stays empty until its whole batch is done; the baseline of comparisons"""
+    quantization: Literal["int8"] | None = None
+    """int8: rollouts with quantised weights and tokens, quantised anew at every update"""
+    quantize_head: bool = False
+    """the head too: faster, and further from the learner's logprobs"""
     threads: int | None = Field(None, ge=1)
     """torch threads of a worker on CPU; None shares the cores between all workers"""
 
@@ -355,6 +359,10 @@ class Config(Section):
         size, ranks = self.learner.shard_size, self.learner.workers
         if size is not None and ranks % size:
             raise ValueError(f"learner.shard_size = {size} does not divide learner.workers = {ranks}")
+        if self.inference.quantize_head and self.inference.quantization is None:
+            raise ValueError(
+                "inference.quantize_head needs inference.quantization; set inference.quantization = 'int8'"
+            )
         if self.loss.advantage == "leave_one_out" and self.rollout.samples_per_prompt < 2:
             raise ValueError("loss.advantage = 'leave_one_out' needs rollout.samples_per_prompt >= 2")
         return self

@@ -14,6 +14,7 @@ from olmorl.contract.weights import TensorSpec
 
 FinishReason = Literal["stop", "length", "abort"]
 Kernels = Literal["auto", "torch"]
+Quantization = Literal["int8"]
 VersionSpan = tuple[int, int, int]  # policy version, first token, one past the last
 KvEvent = tuple[int, int, Literal["prefill", "swap", "recompute"]]  # position, policy version, what happened
 
@@ -164,9 +165,13 @@ class EngineConfig:
     max_model_len: int | None = None
     prefix_caching: bool = True
     batching: Literal["continuous", "static"] = "continuous"
-    quantization: str | None = None
-    """None is all that this engine offers, here and below; another value is refused by name"""
+    quantization: Quantization | None = None
+    """"int8": the layers' matrices with a scale for each output, times tokens with a scale each; quantised at load and
+    at every update. Norms, embedding and head stay in `dtype`"""
+    quantize_head: bool = False
+    """the head in the precision of `quantization` too"""
     speculative: str | None = None
+    """None is all that this engine offers; another value is refused by name"""
     kernels: Kernels = "auto"
     """"torch" keeps to the definitions in torch where compiled kernels would be faster"""
     deterministic: bool = False

@@ -98,6 +98,8 @@ def _engine_config(config: Config, placement: Placement) -> EngineConfig:
         max_model_len=config.rollout.max_prompt_tokens + config.rollout.max_response_tokens,
         prefix_caching=section.prefix_caching,
         batching=section.batching,
+        quantization=section.quantization,
+        quantize_head=section.quantize_head,
         seed=config.run.seed,
         threads=placement.inference_threads,
     )
