@@ -81,7 +81,7 @@ class Scratch(NamedTuple):
     scores: np.ndarray  # [thread, query heads, keys of a tile]
     keys: np.ndarray  # [thread, D, lane]
     out: np.ndarray  # [thread, query heads, D]
-    quantized: np.ndarray  # [P, features / 4, lane] int32, what an int8 product reads
+    quantized: np.ndarray  # [P, 2, features / 4, lane] int32, what an int8 product reads
     token_scales: np.ndarray  # [P, lane]
 
 

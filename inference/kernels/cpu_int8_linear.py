@@ -23,7 +23,7 @@ def quantize_panels(thread, threads, x, x_panel, num_features, quantized, scales
         quantize(
             x + 4 * panel * x_panel,
             num_features,
-            quantized + 4 * panel * groups * LANES,
+            quantized + 4 * panel * 2 * groups * LANES,
             scales + 4 * panel * LANES,
         )
 
@@ -71,29 +71,28 @@ def int8_gated_linear(  # type: ignore[no-untyped-def]
 @exact
 def _rows(w, groups, x, scales, out, out_step, out_panel, rows, tokens):  # type: ignore[no-untyped-def]
     """Blocks as high and wide as the registers allow, 16 (AVX2) or 32 (AVX-512)."""
-    left, panel, words = (tokens + LANES - 1) // LANES, groups * LANES, groups + ROW_TAIL
+    left, planes, words = (tokens + LANES - 1) // LANES, 2 * groups * LANES, groups + ROW_TAIL
     ahead = 1 if 4 * words <= _LONG_ROW else 0
     while left > 0:
-        if WIDE == 16 and left >= 4:
-            product(w, groups, x, panel, scales, out, out_step, out_panel, rows // 6, ahead, 6, 4, 16, DOT)
-            done, taken = rows // 6 * 6, 4
-        elif WIDE == 16 and left == 3:
-            product(w, groups, x, panel, scales, out, out_step, out_panel, rows // 8, ahead, 8, 3, 16, DOT)
-            done, taken = rows // 8 * 8, 3
-        elif WIDE == 16 and left == 2:
-            product(w, groups, x, panel, scales, out, out_step, out_panel, rows // 12, ahead, 12, 2, 16, DOT)
-            done, taken = rows // 12 * 12, 2
+        taken = 1
+        if WIDE == 16 and left >= 2:
+            product(w, groups, x, scales, out, out_step, out_panel, rows // 6, ahead, 6, 2, 16, DOT)
+            done, taken = rows // 6 * 6, 2
         elif WIDE == 16:
-            product(w, groups, x, panel, scales, out, out_step, out_panel, rows // 12, ahead, 12, 1, 16, DOT)
-            done, taken = rows // 12 * 12, 1
+            product(w, groups, x, scales, out, out_step, out_panel, rows // 12, ahead, 12, 1, 16, DOT)
+            done = rows // 12 * 12
         else:
-            product(w, groups, x, panel, scales, out, out_step, out_panel, rows // 4, ahead, 4, 2, 8, DOT)
-            done, taken = rows // 4 * 4, 1
+            for lane in range(0, LANES, 8):
+                at, to, scale = x + 4 * lane, out + 4 * lane, scales + 4 * lane
+                product(w, groups, at, scale, to, out_step, out_panel, rows // 4, ahead, 4, 1, 8, DOT)
+            done = rows // 4 * 4
         if done < rows:
-            tail, to = w + 4 * done * words, out + 4 * done * out_step
-            for index in range(taken):
-                at, onto, scale = x + 4 * index * panel, to + 4 * index * out_panel, scales + 4 * index * LANES
-                product(tail, groups, at, panel, scale, onto, out_step, out_panel, rows - done, 0, 1, 2, 8, DOT)
+            tail, rest = w + 4 * done * words, out + 4 * done * out_step
+            for panel in range(taken):
+                for lane in range(0, LANES, 8):
+                    at, scale = x + 4 * (panel * planes + lane), scales + 4 * (panel * LANES + lane)
+                    to = rest + 4 * (panel * out_panel + lane)
+                    product(tail, groups, at, scale, to, out_step, out_panel, rows - done, 0, 1, 1, 8, DOT)
         left -= taken
-        x, out, scales = x + 4 * taken * panel, out + 4 * taken * out_panel, scales + 4 * taken * LANES
+        x, out, scales = x + 4 * taken * planes, out + 4 * taken * out_panel, scales + 4 * taken * LANES
         ahead = 0  # what follows finds the weights in the cache

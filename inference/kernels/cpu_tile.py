@@ -127,9 +127,9 @@ def _tile(
         builder.inttoptr(offset(builder, weights[0], builder.mul(weights[1], integer(r))), F32.as_pointer())
         for r in range(rows)
     ]
-    token_vectors = [builder.inttoptr(p, F32.as_pointer()) for p in vectors_of(builder, tokens[0], tokens[2], shape)]
+    token_vectors = [builder.inttoptr(p, F32.as_pointer()) for p in _vectors(builder, tokens[0], tokens[2], shape)]
     out_vectors = [
-        [builder.inttoptr(p, vector.as_pointer()) for p in vectors_of(builder, start, out[2], shape)]
+        [builder.inttoptr(p, vector.as_pointer()) for p in _vectors(builder, start, out[2], shape)]
         for start in (offset(builder, out[0], builder.mul(out[1], integer(r))) for r in range(rows))
     ]
     zero = ir.Constant(vector, [0.0] * lanes)
@@ -165,7 +165,7 @@ def _tile(
             builder.store(result, out_vectors[r][v], align=4)
 
 
-def vectors_of(builder: Any, start: Any, panel: Any, shape: list[int]) -> list[Any]:
+def _vectors(builder: Any, start: Any, panel: Any, shape: list[int]) -> list[Any]:
     """Addresses of the vectors of a block: along a panel, then in the next."""
     _, vectors, lanes = shape
     each = LANES // lanes

@@ -149,7 +149,7 @@ class CompiledDecoder:
 
 
 def _quantized_scratch(panels: int, features: int) -> tuple[np.ndarray, np.ndarray]:
-    return np.zeros((panels, -(-features // 4), LANES), np.int32), np.zeros((panels, LANES), np.float32)
+    return np.zeros((panels, 2, -(-features // 4), LANES), np.int32), np.zeros((panels, LANES), np.float32)
 
 
 def _addresses(layer: "LayerWeights") -> list[int]:

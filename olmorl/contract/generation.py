@@ -166,8 +166,8 @@ class EngineConfig:
     prefix_caching: bool = True
     batching: Literal["continuous", "static"] = "continuous"
     quantization: Quantization | None = None
-    """"int8": the layers' matrices with a scale for each output, times tokens with a scale each; quantised at load and
-    at every update. Norms, embedding and head stay in `dtype`"""
+    """"int8": the layers' matrices, with a scale for each output, times tokens of 16 bits with a scale each; quantised
+    at load and at every update. Norms, embedding and head stay in `dtype`"""
     quantize_head: bool = False
     """the head in the precision of `quantization` too"""
     speculative: str | None = None

@@ -59,11 +59,11 @@ def test_a_product_equals_that_of_what_the_bytes_stand_for() -> None:
     torch.manual_seed(0)
     weight_NK, x_TK, bias_N = torch.randn(37, 50), torch.randn(9, 50) * 3, torch.randn(37)
     rows_NB = quantize_rows(weight_NK)
-    scale_T1 = x_TK.abs().amax(1, keepdim=True) / 127
+    scale_T1 = x_TK.abs().amax(1, keepdim=True) / 32767
     dense_TN = (torch.round(x_TK / scale_T1) * scale_T1).double() @ dequantize_rows(rows_NB, 50).double().T + bias_N
-    torch.testing.assert_close(int8_linear(x_TK, rows_NB, bias_N).double(), dense_TN, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(int8_linear(x_TK, rows_NB, bias_N).double(), dense_TN, atol=1e-3, rtol=1e-4)
     error = (int8_linear(x_TK, rows_NB) - x_TK @ weight_NK.T).norm() / (x_TK @ weight_NK.T).norm()
-    assert error < 0.02, "of random numbers, 8 bits keep about 1 %"
+    assert 0.002 < error < 0.01, "of normal weights, 8 bits lose about half a percent"
 
 
 # Compiled products
@@ -86,7 +86,7 @@ def compiled_linear(x_TK: torch.Tensor, rows_NB: torch.Tensor) -> torch.Tensor:
     x = np.zeros((panels, features, LANES), np.float32)
     for t in range(tokens):
         x[t // LANES, :, t % LANES] = x_TK[t].numpy()
-    quantized = np.zeros((panels, -(-features // 4), LANES), np.int32)
+    quantized = np.zeros((panels, 2, -(-features // 4), LANES), np.int32)
     scales, out = np.zeros((panels, LANES), np.float32), np.zeros((panels, len(rows_NB), LANES), np.float32)
     Team(1).run(_layer, new_signals(1), rows_NB.data_ptr(), len(rows_NB), features, x, quantized, scales, out, tokens)
     return torch.from_numpy(np.stack([out[t // LANES, :, t % LANES] for t in range(tokens)]))
@@ -113,13 +113,13 @@ def test_compiled_products_are_bitwise_those_of_torch(
 @exact
 def _pairs(weight, groups, x, scales, out, rows):  # type: ignore[no-untyped-def]
     one, none = np.int64(LANES), np.int64(0)
-    product(weight, groups, x, none, scales, out, one, none, rows // 3, 0, 3, 2, 8, PAIRS)
+    product(weight, groups, x, scales, out, one, none, rows // 3, 0, 3, 1, 8, PAIRS)
 
 
 @exact
 def _bytes(weight, groups, x, scales, out, rows):  # type: ignore[no-untyped-def]
     one, none = np.int64(LANES), np.int64(0)
-    product(weight, groups, x, none, scales, out, one, none, rows // 3, 0, 3, 2, 8, DOT)
+    product(weight, groups, x, scales, out, one, none, rows // 3, 0, 3, 1, 8, DOT)
 
 
 @pytest.mark.skipif(not cpu_int8_tile.SUPPORTED, reason="needs AVX2")
@@ -127,17 +127,18 @@ def _bytes(weight, groups, x, scales, out, rows):  # type: ignore[no-untyped-def
 @pytest.mark.parametrize("extreme", [False, True])
 def test_every_instruction_sums_exactly(kernel: Callable[..., None], extreme: bool) -> None:
     """Against numpy's int64, also where 16-bit sums of two products would have saturated."""
-    groups, rows = 600, 6
+    groups, rows, lanes = 600, 6, 8
     rng = np.random.default_rng(0)
-    w, u = rng.integers(-127, 128, (rows, groups * 4)), rng.integers(1, 256, (groups, LANES, 4))
+    w, u = rng.integers(-127, 128, (rows, groups * 4)), rng.integers(0, 256, (2, groups, LANES, 4))
     if extreme:
         w, u = np.sign(w + 0.5).astype(int) * 127, np.full_like(u, 255)
     tail = np.concatenate([np.ones((rows, 1), np.float32).view(np.int32), -128 * w.sum(1)[:, None]], 1).astype(np.int32)
     weight = np.concatenate([w.astype(np.int8), tail.view(np.int8)], axis=1)
     tokens, scales, out = u.astype(np.uint8), np.ones(LANES, np.float32), np.zeros((rows, LANES), np.float32)
     kernel(weight.ctypes.data, groups, tokens.ctypes.data, scales.ctypes.data, out.ctypes.data, rows)
-    expected = np.einsum("rk,kl->rl", w, (u - 128).transpose(0, 2, 1).reshape(groups * 4, LANES))
-    np.testing.assert_array_equal(out, expected.astype(np.float32))
+    high, low = (np.einsum("rk,kl->rl", w, p.transpose(0, 2, 1).reshape(-1, LANES)) for p in (u[0] - 128, u[1]))
+    expected = high.astype(np.float32) * 256 + low.astype(np.float32)
+    np.testing.assert_array_equal(out[:, :lanes], expected[:, :lanes])
 
 
 @pytest.mark.skipif(not cpu_int8_tile.SUPPORTED, reason="needs AVX2")
@@ -163,7 +164,7 @@ def test_compiled_engine_and_torch_twin_score_alike(model_folder: str, options: 
         for kind in (options, options | {"kernels": "torch"}, {})
     )
     between, lost = np.abs(compiled - twin), np.abs(twin - dense)
-    assert 0.002 < lost.mean() < 0.2, "int8 is not float32"
+    assert 0.002 < lost.mean() < 0.1, "int8 is not float32"
     assert np.median(between) < 1e-5 and between.mean() < lost.mean() / 4
 
 
