@@ -9,6 +9,7 @@ from safetensors import SafetensorError, safe_open
 
 from inference.model.architecture import read_architecture, read_json
 from inference.model.decoder import Decoder
+from inference.quantization.packed import read_packing, unpacked
 from olmorl.contract.errors import ModelError
 from olmorl.contract.generation import Kernels, Quantization
 
@@ -57,7 +58,7 @@ def load_decoder(
     )
     shapes = {spec.name: spec.shape for spec in decoder.specs}
     missing = set(shapes)
-    for name, tensor in _stored_tensors(folder):
+    for name, tensor in _dense_tensors(folder):
         if name.endswith(_IGNORED) or (name == "lm_head.weight" and arch.tied):
             continue
         if name not in shapes:
@@ -79,6 +80,15 @@ def eos_token_ids(folder: Path) -> tuple[int, ...]:
             if found is not None:
                 return tuple(found) if isinstance(found, list) else (found,)
     return ()
+
+
+def _dense_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    try:
+        packing = read_packing(read_json(folder / "config.json"))
+        stored = _stored_tensors(folder)
+        yield from stored if packing is None else unpacked(stored, packing)
+    except ModelError as error:
+        raise ModelError(f"{folder}: {error}") from None
 
 
 def _stored_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
