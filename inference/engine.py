@@ -59,6 +59,8 @@ class Engine:
             max_model_len=config.max_model_len,
             kernels=config.kernels,
             ranks=ALONE if self.followers is None else self.followers.join(),
+            quantization=config.quantization,
+            quantize_head=config.quantize_head,
         )
         if config.deterministic and self.decoder.compiled is None:
             raise ConfigError(
@@ -90,6 +92,7 @@ class Engine:
             replace(self.decoder.arch, num_kv_heads=self.decoder.local.num_kv_heads * config.tensor_parallel_size),
             num_parameters=self.decoder.num_resident_parameters,
             element_size=self.decoder.embedding.element_size(),
+            weight_bytes=None if config.quantization is None else self.decoder.streamed_bytes,
         )
 
     def _start_followers(self) -> Followers:
@@ -317,7 +320,8 @@ class Engine:
     def update_weights(self, named: Any, version: int, *, kv: KvPolicy = "keep") -> None:
         """Stage, check and commit an iterable of (name, tensor)."""
         self.check_version(version)
-        staged = stage_tensors(named, self.decoder.specs, device=self.decoder.device)
+        decoder = self.decoder
+        staged = stage_tensors(named, decoder.specs, device=decoder.device, hold=decoder.hold)
         self.share(staged)
         self.commit(staged, version, kv=kv)
 
@@ -340,11 +344,14 @@ class Engine:
         self._land(0)
         if self.followers is not None:
             self.followers.tell("commit")
+        decoder = self.decoder
         if not staged.in_place:
-            for name, tensor in self.decoder.tensors.items():
-                tensor.copy_(self.decoder.shards[name].of(staged.tensors[name]))
-        if self.decoder.device.type == "cuda":
-            torch.cuda.synchronize(self.decoder.device)  # who sent may now write what was copied from
+            for name, tensor in decoder.tensors.items():
+                tensor.copy_(decoder.part(name, staged.tensors[name]))
+        known = decoder.lost_checksums
+        known.update({name: staged.checksums[name] for name in known})
+        if decoder.device.type == "cuda":
+            torch.cuda.synchronize(decoder.device)  # who sent may now write what was copied from
         self.rewriting = False
         self.version = version
         self.scheduler.change_version(version, recompute=kv == "recompute")
@@ -354,10 +361,11 @@ class Engine:
         return seconds
 
     def weights_checksum(self) -> str:
-        return model_checksum(self.whole_weights(), self.decoder.specs)
+        """Of the weights as they came: with quantization, not of what is left of them."""
+        return model_checksum(self.whole_weights(), self.decoder.specs, self.decoder.lost_checksums)
 
     def whole_weights(self) -> dict[str, torch.Tensor]:
-        """Of all ranks together, by their names in the checkpoint."""
+        """Of all ranks together, as they are stored, by their names in the checkpoint."""
         if self.followers is not None:
             self.followers.tell("collect")
         return self.decoder.whole_tensors()

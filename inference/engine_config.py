@@ -5,7 +5,7 @@ from typing import get_args
 import torch
 
 from olmorl.contract.errors import ConfigError
-from olmorl.contract.generation import EngineConfig, Kernels
+from olmorl.contract.generation import EngineConfig, Kernels, Quantization
 
 
 def check_config(config: EngineConfig) -> None:
@@ -23,9 +23,9 @@ def check_config(config: EngineConfig) -> None:
         raise ConfigError(f"batching is {config.batching!r}; it must be 'continuous' or 'static'")
     if config.kernels not in get_args(Kernels):
         raise ConfigError(f"kernels is {config.kernels!r}; it must be one of {', '.join(get_args(Kernels))}")
-    for name in ("quantization", "speculative"):
-        if getattr(config, name) is not None:
-            raise ConfigError(f"{name} is {getattr(config, name)!r}; this engine offers None alone")
+    if config.speculative is not None:
+        raise ConfigError(f"speculative is {config.speculative!r}; this engine offers None alone")
+    _check_quantization(config)
     if config.deterministic and config.tensor_parallel_size > 1:
         raise ConfigError(
             f"deterministic needs the compiled kernels, which compute on one rank; tensor_parallel_size is "
@@ -41,4 +41,26 @@ def check_config(config: EngineConfig) -> None:
         raise ConfigError(
             f"tensor_parallel_size is {config.tensor_parallel_size}, but this process sees "
             f"{torch.cuda.device_count()} GPUs"
+        )
+
+
+def _check_quantization(config: EngineConfig) -> None:
+    quantization = config.quantization
+    if quantization is None:
+        if config.quantize_head:
+            raise ConfigError("quantize_head is True, but quantization is None; set quantization = 'int8' too")
+        return
+    if quantization not in get_args(Quantization):
+        offered = ", ".join(map(repr, get_args(Quantization)))
+        raise ConfigError(f"quantization is {quantization!r}; it must be None or one of {offered}")
+    if config.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"quantization {quantization!r} computes on one device; tensor_parallel_size is "
+            f"{config.tensor_parallel_size}, set it to 1"
+        )
+    if config.kernels == "triton":
+        raise ConfigError(f"kernels is 'triton', which has no products for quantization {quantization!r}; use 'auto'")
+    if config.schedule_dir is not None:
+        raise ConfigError(
+            f"schedule_dir is set, but a schedule keeps whole weights, and quantization {quantization!r} leaves none"
         )

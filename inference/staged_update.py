@@ -6,38 +6,46 @@ left for the moment between two engine steps is a copy in place.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 
-from inference.model.sharding import Shard
+from inference.model.decoder import Decoder, Hold
+from inference.model.wire import EMBEDDING, HEAD, checksum
 from olmorl.contract.errors import WeightUpdateError
-from olmorl.contract.weights import TensorSpec, combine_checksums, tensor_checksum
-
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+from olmorl.contract.weights import TensorSpec, combine_checksums
 
 
 @dataclass(slots=True)
 class StagedUpdate:
     tensors: dict[str, torch.Tensor]
+    """as the decoder stores them, by key of its `tensors`"""
     checksums: dict[str, int] = field(default_factory=dict)
+    """of what came, before it was quantised"""
     in_place: bool = False
     """the weights hold it already, and there is nothing to copy"""
 
-    def differs_from(self, weights: Mapping[str, torch.Tensor], shards: Mapping[str, Shard]) -> list[str]:
-        """Names of what `weights`, this rank's parts, hold otherwise, once they should hold this."""
+    def differs_from(self, decoder: Decoder) -> list[str]:
+        """Names of what `decoder`, this rank's part, stores otherwise, once it should store this."""
+        weights = decoder.tensors
         return [
             name
             for name, tensor in self.tensors.items()
-            if not torch.equal(shards[name].of(tensor).to(weights[name]), weights[name])
+            if not torch.equal(decoder.part(name, tensor).to(weights[name]), weights[name])
         ]
 
 
 def stage_tensors(
-    named: Iterable[tuple[str, torch.Tensor]], specs: tuple[TensorSpec, ...], *, device: torch.device
+    named: Iterable[tuple[str, torch.Tensor]],
+    specs: tuple[TensorSpec, ...],
+    *,
+    device: torch.device,
+    hold: Hold | None = None,
 ) -> StagedUpdate:
-    """Copy and cast everything an update brings. Raises WeightUpdateError naming what is wrong."""
+    """Copy and cast everything an update brings, as `hold` stores it. WeightUpdateError names what is wrong."""
     wanted = {spec.name: spec for spec in specs}
-    staged: dict[str, torch.Tensor] = {}
+    update = StagedUpdate({})
+    staged = update.tensors
     head: torch.Tensor | None = None
     for name, tensor in named:
         if name == HEAD and HEAD not in wanted:
@@ -47,7 +55,12 @@ def stage_tensors(
             raise WeightUpdateError(f"tensor {name!r} is not part of the model; nothing was changed")
         if name in staged:
             raise WeightUpdateError(f"tensor {name!r} is given twice; nothing was changed")
-        staged[name] = check_tensor(tensor.detach(), wanted[name], device=device, copy=True)
+        cast = check_tensor(tensor.detach(), wanted[name], device=device, copy=True)
+        if hold is None:
+            staged[name] = cast
+        else:
+            staged |= hold(name, cast)
+            update.checksums[name] = checksum(cast)
     missing = wanted.keys() - staged.keys()
     if missing:
         raise WeightUpdateError(f"{len(missing)} tensors are missing, among them {min(missing)!r}; nothing was changed")
@@ -55,7 +68,7 @@ def stage_tensors(
         embedding = staged[EMBEDDING]
         if head.shape != embedding.shape or not torch.equal(head.to(embedding), embedding):
             raise WeightUpdateError(f"the head is tied: {HEAD!r} must equal {EMBEDDING!r}; nothing was changed")
-    return StagedUpdate(staged)
+    return update
 
 
 def check_tensor(tensor: torch.Tensor, spec: TensorSpec, *, device: torch.device, copy: bool) -> torch.Tensor:
@@ -76,10 +89,9 @@ def _all_finite(tensor: torch.Tensor) -> bool:
     return bool(torch.isfinite(tensor.sum(dtype=torch.float32))) or bool(torch.isfinite(tensor).all())
 
 
-def checksum(tensor: torch.Tensor) -> int:
-    """CRC-32 of a tensor's bytes."""
-    return tensor_checksum(tensor.detach().contiguous().view(torch.uint8).reshape(-1).cpu().numpy())
-
-
-def model_checksum(tensors: dict[str, torch.Tensor], specs: tuple[TensorSpec, ...]) -> str:
-    return combine_checksums({spec.name: checksum(tensors[spec.name]) for spec in specs}, specs)
+def model_checksum(
+    tensors: dict[str, torch.Tensor], specs: tuple[TensorSpec, ...], known: Mapping[str, int] = MappingProxyType({})
+) -> str:
+    """`known` checksums are taken as they are: of tensors that are stored as something else than what came."""
+    names = (spec.name for spec in specs)
+    return combine_checksums({n: known[n] if n in known else checksum(tensors[n]) for n in names}, specs)

@@ -11,6 +11,8 @@ Where the bytes lie until the commit is `staging`, for a model of B bytes in buc
     none     the weights themselves, which the engine must not read before the update is whole: b on the device
 
 Over `ipc` they stay in the sender's own buckets, which this process maps: nothing here, whatever the staging.
+
+With quantised weights b is on the device in any case, and what is kept until the commit is the quantised tensors.
 """
 
 import threading
@@ -21,6 +23,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from inference.model.decoder import Hold
 from inference.receiver_link import GroupLink, SharedLink
 from inference.staged_update import StagedUpdate, check_tensor
 from olmorl.contract.errors import ConfigError, SyncError, WeightUpdateError
@@ -39,10 +42,17 @@ class ReceivedUpdate:
 
 class WeightReceiver:
     def __init__(
-        self, specs: tuple[TensorSpec, ...], *, device: torch.device, weights: dict[str, torch.Tensor]
+        self,
+        specs: tuple[TensorSpec, ...],
+        *,
+        device: torch.device,
+        weights: dict[str, torch.Tensor],
+        hold: Hold | None = None,
     ) -> None:
-        """`weights` are written by staging "none" alone."""
+        """`weights` are written by staging "none" alone. With `hold`, what it makes of each tensor is staged, and no
+        bucket outlives its staging."""
         self.specs = specs
+        self._hold = hold
         self.device = device
         self.staging = "device"
         self._weights = weights
@@ -59,7 +69,8 @@ class WeightReceiver:
         """Both sides cut the same tensors by the same rule, so only the bound need be agreed on."""
         if staging not in STAGING:
             raise ConfigError(f"sync.staging is {staging!r}; it must be one of {', '.join(STAGING)}")
-        if staging == "none" and any(self._weights[spec.name].shape != spec.shape for spec in self.specs):
+        in_parts = self._hold is None and any(self._weights[spec.name].shape != spec.shape for spec in self.specs)
+        if staging == "none" and in_parts:
             raise ConfigError("sync.staging = 'none' receives whole tensors into place: it needs tensor_parallel = 1")
         self._manifest = plan_buckets(self.specs, bucket_bytes=bucket_bytes)
         self.staging = self._pick(self._manifest.num_bytes) if staging == "auto" else staging
@@ -182,7 +193,7 @@ class WeightReceiver:
         return place
 
     def _place(self, bucket: Bucket) -> torch.Tensor:
-        if self.staging == "none":
+        if self.staging == "none" or self._hold is not None:
             return self._scratch_of(bucket.num_bytes)
         if bucket.index not in self._buffers:
             pinned = self.staging == "host" and self.device.type == "cuda"
@@ -207,11 +218,22 @@ class WeightReceiver:
         for spec, offset in zip(bucket.tensors, bucket.offsets, strict=True):
             flat = data[offset : offset + spec.num_bytes].view(getattr(torch, spec.dtype))
             tensor = check_tensor(flat.view(spec.shape), spec, device=data.device, copy=False)
-            if update.in_place:
-                self._weights[spec.name].copy_(tensor)
-            else:
-                update.tensors[spec.name] = tensor
+            for key, stored in self._stored(spec.name, tensor, in_place=update.in_place).items():
+                if update.in_place:
+                    self._weights[key].copy_(stored)
+                else:
+                    update.tensors[key] = stored
         update.checksums |= bucket_checksums(bucket, data.cpu().numpy())
+
+    def _stored(self, name: str, tensor: torch.Tensor, *, in_place: bool) -> dict[str, torch.Tensor]:
+        """By key of the weights. With `hold` it shares no memory with the bucket, unless it goes straight in place."""
+        if self._hold is None:
+            return {name: tensor}
+        held = self._hold(name, tensor)
+        if in_place:
+            return held
+        home = torch.device("cpu") if self.staging == "host" else self.device
+        return {key: part.to(home, copy=part is tensor) for key, part in held.items()}
 
     def _pick(self, num_bytes: int) -> str:
         if self.device.type != "cuda":

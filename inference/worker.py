@@ -36,7 +36,9 @@ class InferenceWorker:
             torch.set_num_threads(config.threads)
         self._engine = _translated(lambda: open_engine(config, name=name, initial_version=initial_version))
         decoder = self._engine.decoder
-        self._receiver = WeightReceiver(decoder.specs, device=decoder.device, weights=decoder.tensors)
+        self._receiver = WeightReceiver(
+            decoder.specs, device=decoder.device, weights=decoder.tensors, hold=decoder.hold
+        )
         self._updating = threading.Lock()  # what is being committed is not received into
         self._finished: list[Sequence] = []
         self._arrived = threading.Condition()
@@ -151,7 +153,7 @@ class InferenceWorker:
             _translated(lambda: self._engine.share(received.update))
             stall_seconds = self._call(lambda: self._commit(received, kv))
             # Beside the next steps: they only read.
-            wrong = received.update.differs_from(decoder.tensors, decoder.shards)
+            wrong = received.update.differs_from(decoder)
         if wrong:
             raise WeightUpdateError(
                 f"{len(wrong)} of {len(decoder.tensors)} tensors are not what was received, first {wrong[0]!r}: "

@@ -12,6 +12,7 @@ import numpy as np
 
 from inference.kernels.compiling import exact, fast
 from inference.kernels.cpu_attention import attend, norm_rope_store
+from inference.kernels.cpu_int8_linear import int8_gated_linear, int8_linear, quantize_panels
 from inference.kernels.cpu_linear import gated_linear, linear
 from inference.kernels.cpu_math import address, floats
 from inference.kernels.cpu_team import meet, take
@@ -37,6 +38,8 @@ class Shape(NamedTuple):
     pre_norm: int
     norm_heads: int
     """0: queries and keys have no norm; 1: each head by itself; 2: the whole projection"""
+    int8: int
+    """1: the four matrices of a layer are int8 rows, `inference.kernels.cpu_int8_tile`"""
 
 
 class LayerFields(NamedTuple):
@@ -78,6 +81,8 @@ class Scratch(NamedTuple):
     scores: np.ndarray  # [thread, query heads, keys of a tile]
     keys: np.ndarray  # [thread, D, lane]
     out: np.ndarray  # [thread, query heads, D]
+    quantized: np.ndarray  # [P, 2, features / 4, lane] int32, what an int8 product reads
+    token_scales: np.ndarray  # [P, lane]
 
 
 FIELDS = LayerFields()
@@ -96,7 +101,6 @@ def forward(  # type: ignore[no-untyped-def]
     source = address(scratch.normed) if shape.pre_norm else x
     _embed(thread, threads, step.token_ids_T, embedding, scratch.x)
     met, piece, norm = np.int64(0), np.int64(0), np.int64(0)
-    lanes = np.int64(LANES)  # as a literal it would have every callee compiled once more
     for index in range(len(layers_L)):
         layer = layers_L[index]
         if shape.pre_norm:
@@ -104,33 +108,29 @@ def forward(  # type: ignore[no-untyped-def]
         if shape.pre_norm or index > 0:
             _residual_norm(thread, threads, tokens, scratch, norm, eps, shape.pre_norm, index > 0)
         met = meet(signals, threads, met)
-        linear(
-            signals, piece, threads, layer[FIELDS.qkv], layer[FIELDS.qkv_bias], qkv_width, model,
-            source, panel, wide, lanes, wide_panel, tokens,
+        met = _linear(
+            thread, threads, signals, met, piece, shape, scratch, layer[FIELDS.qkv], layer[FIELDS.qkv_bias],
+            qkv_width, model, source, panel, wide, wide_panel, tokens,
         )  # fmt: skip
-        met = meet(signals, threads, met)
         _rope_store(thread, threads, shape, eps, layer, caches_L2[index], step, scratch)
         met = meet(signals, threads, met)
         _attention(thread, threads, signals, piece + 1, shape, layer[FIELDS.window], caches_L2[index], step, scratch)
         met = meet(signals, threads, met)
-        linear(
-            signals, piece + 2, threads, layer[FIELDS.out], layer[FIELDS.out_bias], model, width,
-            attended, width * LANES, y, lanes, panel, tokens,
+        met = _linear(
+            thread, threads, signals, met, piece + 2, shape, scratch, layer[FIELDS.out], layer[FIELDS.out_bias],
+            model, width, attended, width * LANES, y, panel, tokens,
         )  # fmt: skip
-        met = meet(signals, threads, met)
         norm = layer[FIELDS.mlp_norm] if shape.pre_norm else layer[FIELDS.attention_norm]
         _residual_norm(thread, threads, tokens, scratch, norm, eps, shape.pre_norm, True)
         met = meet(signals, threads, met)
-        gated_linear(
-            signals, piece + 3, threads, layer[FIELDS.gate_up], layer[FIELDS.gate_up_bias], shape.intermediate_size,
-            model, source, panel, wide, wide_panel, tokens,
+        met = _gated_linear(
+            thread, threads, signals, met, piece + 3, shape, scratch, layer[FIELDS.gate_up],
+            layer[FIELDS.gate_up_bias], source, panel, wide, wide_panel, tokens,
         )  # fmt: skip
-        met = meet(signals, threads, met)
-        linear(
-            signals, piece + 4, threads, layer[FIELDS.down], layer[FIELDS.down_bias], model, shape.intermediate_size,
-            wide, wide_panel, y, lanes, panel, tokens,
+        met = _linear(
+            thread, threads, signals, met, piece + 4, shape, scratch, layer[FIELDS.down], layer[FIELDS.down_bias],
+            model, shape.intermediate_size, wide, wide_panel, y, panel, tokens,
         )  # fmt: skip
-        met = meet(signals, threads, met)
         norm = layer[FIELDS.mlp_norm]
         piece += PIECES_PER_LAYER
     if not shape.pre_norm:
@@ -140,18 +140,78 @@ def forward(  # type: ignore[no-untyped-def]
 
 
 @exact
+def _linear(  # type: ignore[no-untyped-def]
+    thread, threads, signals, met, piece, shape, scratch, weight, bias, num_rows, num_features, x, x_panel, out,
+    out_panel, tokens,
+):  # fmt: skip
+    """Begins and ends where all have met; how often they met is returned."""
+    lanes = np.int64(LANES)  # as a literal it would have every callee compiled once more
+    if shape.int8:
+        quantized, scales = address(scratch.quantized), address(scratch.token_scales)
+        quantize_panels(thread, threads, x, x_panel, num_features, quantized, scales, tokens)
+        met = meet(signals, threads, met)
+        int8_linear(
+            signals, piece, threads, weight, bias, num_rows, num_features, quantized, scales, out, lanes, out_panel,
+            tokens,
+        )  # fmt: skip
+    else:
+        linear(signals, piece, threads, weight, bias, num_rows, num_features, x, x_panel, out, lanes, out_panel, tokens)
+    return meet(signals, threads, met)
+
+
+@exact
+def _gated_linear(  # type: ignore[no-untyped-def]
+    thread, threads, signals, met, piece, shape, scratch, weight, bias, x, x_panel, out, out_panel, tokens
+):
+    """As `_linear`."""
+    size, model = shape.intermediate_size, shape.hidden_size
+    if shape.int8:
+        quantized, scales = address(scratch.quantized), address(scratch.token_scales)
+        quantize_panels(thread, threads, x, x_panel, model, quantized, scales, tokens)
+        met = meet(signals, threads, met)
+        int8_gated_linear(signals, piece, threads, weight, bias, size, model, quantized, scales, out, out_panel, tokens)
+    else:
+        gated_linear(signals, piece, threads, weight, bias, size, model, x, x_panel, out, out_panel, tokens)
+    return meet(signals, threads, met)
+
+
+@exact
 def head(thread, threads, signals, hidden_RM, weight, vocab_size, panels, logits_VR):  # type: ignore[no-untyped-def]
     """logits = weight hidden; `panels` is scratch, and `logits_VR` has room for whole panels."""
     rows, model = hidden_RM.shape
-    for row in range(thread, rows, threads):
-        for m in range(model):
-            panels[row // LANES, m, row % LANES] = hidden_RM[row, m]
+    _pack(thread, threads, hidden_RM, panels)
     meet(signals, threads, np.int64(0))
     step, piece, none = logits_VR.shape[1], np.int64(0), np.int64(0)
     linear(
         signals, piece, threads, weight, none, vocab_size, model,
         address(panels), model * LANES, address(logits_VR), step, np.int64(LANES), rows,
     )  # fmt: skip
+
+
+@exact
+def int8_head(  # type: ignore[no-untyped-def]
+    thread, threads, signals, hidden_RM, weight, vocab_size, panels, quantized, token_scales, logits_VR
+):
+    """`head` with int8 rows; `quantized` and `token_scales` are scratch too."""
+    rows, model = hidden_RM.shape
+    _pack(thread, threads, hidden_RM, panels)
+    met = meet(signals, threads, np.int64(0))
+    groups, scales = address(quantized), address(token_scales)
+    quantize_panels(thread, threads, address(panels), model * LANES, model, groups, scales, rows)
+    meet(signals, threads, met)
+    step, piece, none = logits_VR.shape[1], np.int64(0), np.int64(0)
+    int8_linear(
+        signals, piece, threads, weight, none, vocab_size, model,
+        groups, scales, address(logits_VR), step, np.int64(LANES), rows,
+    )  # fmt: skip
+
+
+@exact
+def _pack(thread, threads, hidden_RM, panels):  # type: ignore[no-untyped-def]
+    rows, model = hidden_RM.shape
+    for row in range(thread, rows, threads):
+        for m in range(model):
+            panels[row // LANES, m, row % LANES] = hidden_RM[row, m]
 
 
 @exact

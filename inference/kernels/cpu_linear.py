@@ -38,7 +38,7 @@ def linear(  # type: ignore[no-untyped-def]
         start = out + 4 * first * out_step
         _rows(weight + 4 * first * num_features, num_features, x, x_panel, start, out_step, out_panel, rows, tokens)
         if bias != 0:
-            _add_bias(floats(bias + 4 * first, rows), start, out_step, out_panel, tokens)
+            add_bias(floats(bias + 4 * first, rows), start, out_step, out_panel, tokens)
 
 
 @exact
@@ -56,21 +56,21 @@ def gated_linear(  # type: ignore[no-untyped-def]
             start = out + 4 * row * LANES
             _rows(weight + 4 * row * num_features, num_features, x, x_panel, start, lanes, panel, rows, tokens)
             if bias != 0:
-                _add_bias(floats(bias + 4 * row, rows), start, lanes, panel, tokens)
+                add_bias(floats(bias + 4 * row, rows), start, lanes, panel, tokens)
         for at in range(0, tokens, LANES):
             start = out + 4 * (at // LANES * panel + first * LANES)
-            _gate(floats(start, rows * LANES), floats(start + 4 * size * LANES, rows * LANES))
+            gate(floats(start, rows * LANES), floats(start + 4 * size * LANES, rows * LANES))
 
 
 @fast
-def _gate(gate, up):  # type: ignore[no-untyped-def]
+def gate(gate, up):  # type: ignore[no-untyped-def]
     for i in range(len(gate)):
         x = gate[U(i)]
         gate[U(i)] = x / (np.float32(1) + exp(-x)) * up[U(i)]
 
 
 @exact
-def _add_bias(bias, out, out_step, out_panel, tokens):  # type: ignore[no-untyped-def]
+def add_bias(bias, out, out_step, out_panel, tokens):  # type: ignore[no-untyped-def]
     for at in range(0, tokens, LANES):
         for n in range(len(bias)):
             lanes = floats(out + 4 * (at // LANES * out_panel + n * out_step), LANES)

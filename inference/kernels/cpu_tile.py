@@ -15,13 +15,12 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from inference.kernels.cpu_ir import F32, I64, broadcast, integer, offset, prefetch
+
 LANES = 16  # tokens of a panel: neighbours in memory
 WIDE = 16 if binding.get_host_cpu_features().get("avx512f", False) else 8  # floats of a vector register
 
 PART = 192  # input features summed in one chain; longer chains lose digits, shorter ones time
-
-_F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
-_BYTE_POINTER = ir.IntType(8).as_pointer()
 
 
 @intrinsic(prefer_literal=True)
@@ -54,21 +53,21 @@ def product(  # type: ignore[no-untyped-def]
         weights, weight_step, count, tokens, token_step, token_panel, out, out_step, out_panel, blocks, ahead = args[
             :11
         ]
-        parts = builder.sdiv(builder.add(count, _int(PART - 1)), _int(PART))
+        parts = builder.sdiv(builder.add(count, integer(PART - 1)), integer(PART))
         with cgutils.for_range(builder, blocks) as row_loop, cgutils.for_range(builder, parts) as part_loop:
-            first, skip = builder.mul(row_loop.index, _int(shape[0])), builder.mul(part_loop.index, _int(PART))
+            first, skip = builder.mul(row_loop.index, integer(shape[0])), builder.mul(part_loop.index, integer(PART))
             left = builder.sub(count, skip)
-            size = builder.select(builder.icmp_signed("<", left, _int(PART)), left, _int(PART))
-            block = _offset(builder, weights, builder.mul(first, weight_step))
-            following = _offset(builder, block, builder.mul(ahead, builder.mul(weight_step, _int(shape[0]))))
+            size = builder.select(builder.icmp_signed("<", left, integer(PART)), left, integer(PART))
+            block = offset(builder, weights, builder.mul(first, weight_step))
+            following = offset(builder, block, builder.mul(ahead, builder.mul(weight_step, integer(shape[0]))))
             _tile(
                 builder,
                 shape,
-                (_offset(builder, block, skip), weight_step, size),
-                (_offset(builder, tokens, builder.mul(skip, token_step)), token_step, token_panel),
-                (_offset(builder, out, builder.mul(first, out_step)), out_step, out_panel),
-                wanted=[(_offset(builder, following, builder.mul(skip, _int(shape[0]))), _int(shape[0]))],
-                adds=builder.icmp_signed(">", part_loop.index, _int(0)),
+                (offset(builder, block, skip), weight_step, size),
+                (offset(builder, tokens, builder.mul(skip, token_step)), token_step, token_panel),
+                (offset(builder, out, builder.mul(first, out_step)), out_step, out_panel),
+                wanted=[(offset(builder, following, builder.mul(skip, integer(shape[0]))), integer(shape[0]))],
+                adds=builder.icmp_signed(">", part_loop.index, integer(0)),
             )
         return _context.get_dummy_value()
 
@@ -89,8 +88,8 @@ def accumulate(  # type: ignore[no-untyped-def]
 
     def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         weights, weight_step, count, tokens, token_step, out, out_step = args[:7]
-        lines = [(address, _int(16)) for address in cgutils.unpack_tuple(builder, args[7])]
-        panel = _int(LANES)
+        lines = [(address, integer(16)) for address in cgutils.unpack_tuple(builder, args[7])]
+        panel = integer(LANES)
         _tile(
             builder,
             shape,
@@ -121,17 +120,17 @@ def _tile(
     Sums start from what `out` holds with `resume`; they are added to it, when done, where `adds` holds at run time.
     """
     rows, vectors, lanes = shape
-    vector = ir.VectorType(_F32, lanes)
+    vector = ir.VectorType(F32, lanes)
     module = builder.module
     fused = cgutils.get_or_insert_function(module, ir.FunctionType(vector, [vector] * 3), f"llvm.fma.v{lanes}f32")
     weight_rows = [
-        builder.inttoptr(_offset(builder, weights[0], builder.mul(weights[1], _int(r))), _F32.as_pointer())
+        builder.inttoptr(offset(builder, weights[0], builder.mul(weights[1], integer(r))), F32.as_pointer())
         for r in range(rows)
     ]
-    token_vectors = [builder.inttoptr(p, _F32.as_pointer()) for p in _vectors(builder, tokens[0], tokens[2], shape)]
+    token_vectors = [builder.inttoptr(p, F32.as_pointer()) for p in _vectors(builder, tokens[0], tokens[2], shape)]
     out_vectors = [
         [builder.inttoptr(p, vector.as_pointer()) for p in _vectors(builder, start, out[2], shape)]
-        for start in (_offset(builder, out[0], builder.mul(out[1], _int(r))) for r in range(rows))
+        for start in (offset(builder, out[0], builder.mul(out[1], integer(r))) for r in range(rows))
     ]
     zero = ir.Constant(vector, [0.0] * lanes)
     starts = [[builder.load(p, align=4) if resume else zero for p in row] for row in out_vectors]
@@ -139,18 +138,18 @@ def _tile(
     entry, body, done = builder.block, builder.append_basic_block("sum"), builder.append_basic_block("store")
     builder.branch(body)
     builder.position_at_end(body)
-    index = builder.phi(_I64)
-    index.add_incoming(_int(0), entry)
+    index = builder.phi(I64)
+    index.add_incoming(integer(0), entry)
     sums = [[builder.phi(vector) for _ in range(vectors)] for _ in range(rows)]
     for address, step in wanted:
-        _prefetch(builder, _offset(builder, address, builder.mul(index, step)))
+        prefetch(builder, offset(builder, address, builder.mul(index, step)))
     at = builder.mul(index, tokens[1])
     xs = [builder.load(builder.bitcast(builder.gep(p, [at]), vector.as_pointer()), align=4) for p in token_vectors]
     results = []
     for r in range(rows):
-        w = _broadcast(builder, builder.load(builder.gep(weight_rows[r], [index]), align=4), vector)
+        w = broadcast(builder, builder.load(builder.gep(weight_rows[r], [index]), align=4), vector)
         results.append([builder.call(fused, [w, x, total]) for x, total in zip(xs, sums[r], strict=True)])
-    following_index = builder.add(index, _int(1))
+    following_index = builder.add(index, integer(1))
     index.add_incoming(following_index, body)
     for r in range(rows):
         for v in range(vectors):
@@ -171,27 +170,6 @@ def _vectors(builder: Any, start: Any, panel: Any, shape: list[int]) -> list[Any
     _, vectors, lanes = shape
     each = LANES // lanes
     return [
-        _offset(builder, start, builder.add(builder.mul(panel, _int(v // each)), _int(v % each * lanes)))
+        offset(builder, start, builder.add(builder.mul(panel, integer(v // each)), integer(v % each * lanes)))
         for v in range(vectors)
     ]
-
-
-def _offset(builder: Any, address: Any, floats: Any) -> Any:
-    return builder.add(address, builder.shl(floats, _int(2)))
-
-
-def _int(value: int) -> Any:
-    return ir.Constant(_I64, value)
-
-
-def _broadcast(builder: Any, value: Any, vector: Any) -> Any:
-    undefined = ir.Constant(vector, ir.Undefined)
-    first = builder.insert_element(undefined, value, ir.Constant(_I32, 0))
-    return builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(_I32, vector.count), [0] * vector.count))
-
-
-def _prefetch(builder: Any, address: Any) -> None:
-    kind = ir.FunctionType(ir.VoidType(), [_BYTE_POINTER, _I32, _I32, _I32])
-    prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
-    read, second_level, data = (ir.Constant(_I32, value) for value in (0, 2, 1))
-    builder.call(prefetch, [builder.inttoptr(address, _BYTE_POINTER), read, second_level, data])

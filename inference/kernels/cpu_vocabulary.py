@@ -7,7 +7,6 @@ exponential is there anyway, for the sum. Only tokens that pass are looked at ex
 Lanes are the rows of a panel. Written in LLVM's terms because the sums must stay in registers.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -15,6 +14,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from inference.kernels.cpu_ir import loop
 from inference.kernels.cpu_tile import LANES
 
 _F, _I = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(ir.IntType(32), LANES)
@@ -27,7 +27,7 @@ def block_max(typing_context, logits, step, count, highest):  # type: ignore[no-
 
     def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         logits, step, count, highest = args
-        (found,) = _loop(
+        (found,) = loop(
             builder,
             count,
             [_load(builder, highest)],
@@ -72,31 +72,11 @@ def block_sums(  # type: ignore[no-untyped-def]
 
         zero = _splat(0.0)
         places = [sums, _after(builder, sums)] if is_scaled else [sums]
-        for total, place in zip(_loop(builder, count, [zero] * len(places), visit), places, strict=True):
+        for total, place in zip(loop(builder, count, [zero] * len(places), visit), places, strict=True):
             _store(builder, builder.fadd(_load(builder, place), total), place)
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 10, scaled), generate
-
-
-def _loop(builder: Any, count: Any, start: list[Any], visit: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
-    """`visit(index, state)` for index in [0, count), count >= 1; the last state."""
-    entry, body, done = builder.block, builder.append_basic_block("visit"), builder.append_basic_block("visited")
-    builder.branch(body)
-    builder.position_at_end(body)
-    index = builder.phi(_I64)
-    state = [builder.phi(value.type) for value in start]
-    index.add_incoming(_int(0), entry)
-    for phi, value in zip(state, start, strict=True):
-        phi.add_incoming(value, entry)
-    found = visit(index, state)
-    following = builder.add(index, _int(1))
-    index.add_incoming(following, builder.block)
-    for phi, value in zip(state, found, strict=True):
-        phi.add_incoming(value, builder.block)
-    builder.cbranch(builder.icmp_signed("<", following, count), body, done)
-    builder.position_at_end(done)
-    return found
 
 
 def _hash(builder: Any, token: Any, first_word: Any, second_word: Any) -> Any:

@@ -54,8 +54,6 @@ def read_architecture(folder: Path) -> Architecture:
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
         raise ModelError(f"{folder}: hidden_act is {activation!r}; only 'silu' is supported")
-    if config.get("quantization_config"):
-        raise ModelError(f"{folder}: quantized checkpoints are not supported")
     try:
         return FAMILIES[family](config)
     except KeyError as missing:

@@ -12,6 +12,7 @@ import torch
 
 from inference.kernels import cpu_attention, cpu_decoder
 from inference.kernels.cpu_decoder import FIELDS, Scratch, Shape, Step
+from inference.kernels.cpu_int8_tile import SUPPORTED as HAS_INT8
 from inference.kernels.cpu_team import Team, new_signals
 from inference.kernels.cpu_tile import LANES
 from inference.model.architecture import Architecture
@@ -25,8 +26,8 @@ _NORM_HEADS = {None: 0, "head": 1, "whole": 2}
 _FLOPS_PER_THREAD = 2e7  # of a step; below it, one more thread costs more to wake than it computes
 
 
-def can_compile(arch: Architecture, *, dtype: torch.dtype, device: torch.device) -> bool:
-    return device.type == "cpu" and dtype == torch.float32 and arch.head_dim % 8 == 0
+def can_compile(arch: Architecture, *, dtype: torch.dtype, device: torch.device, quantized: bool = False) -> bool:
+    return device.type == "cpu" and dtype == torch.float32 and arch.head_dim % 8 == 0 and (HAS_INT8 or not quantized)
 
 
 class CompiledDecoder:
@@ -35,6 +36,7 @@ class CompiledDecoder:
     ) -> None:
         self._decoder = decoder
         self._num_positions = max_model_len
+        self._int8 = decoder.layers[0].qkv.dtype == torch.int8
         self._layers_L = np.array([_addresses(layer) for layer in decoder.layers], np.int64)
         self.team = Team(threads)
         self._flops_per_thread = flops_per_thread
@@ -77,17 +79,22 @@ class CompiledDecoder:
         """[R, V], a view into memory that the next call overwrites; rows are not contiguous."""
         rows, hidden_size = hidden_RM.shape
         head = self._decoder.head
-        padded = -(-rows // LANES) * LANES
+        panels = -(-rows // LANES)
+        padded = panels * LANES
         if self._logits_VR.size < padded * len(head):
             self._logits_VR = np.empty((len(head), padded), np.float32)
         logits_VR = self._logits_VR.reshape(-1)[: padded * len(head)].reshape(len(head), padded)
+        scratch = [np.zeros((panels, hidden_size, LANES), np.float32)]
+        int8 = head.dtype == torch.int8
+        if int8:
+            scratch += _quantized_scratch(panels, hidden_size)
         self.team.run(
-            cpu_decoder.head,
+            cpu_decoder.int8_head if int8 else cpu_decoder.head,
             new_signals(1),
             hidden_RM.numpy(),
             head.data_ptr(),
             len(head),
-            np.zeros((padded // LANES, hidden_size, LANES), np.float32),
+            *scratch,
             logits_VR,
             threads=self._threads_for(2 * rows * head.numel()),
         )
@@ -109,6 +116,7 @@ class CompiledDecoder:
             self._num_positions,
             int(arch.norms == "pre"),
             _NORM_HEADS[arch.qk_norm],
+            int(self._int8),
         )
 
     def _grow(self, tokens: int, block_size: int) -> None:
@@ -136,7 +144,12 @@ class CompiledDecoder:
             np.zeros((threads, arch.num_heads, width), np.float32),
             np.zeros((threads, arch.head_dim, LANES), np.float32),
             np.zeros((threads, arch.num_heads, arch.head_dim), np.float32),
+            *_quantized_scratch(panels, max(arch.hidden_size, arch.intermediate_size, arch.num_heads * arch.head_dim)),
         )
+
+
+def _quantized_scratch(panels: int, features: int) -> tuple[np.ndarray, np.ndarray]:
+    return np.zeros((panels, 2, -(-features // 4), LANES), np.int32), np.zeros((panels, LANES), np.float32)
 
 
 def _addresses(layer: "LayerWeights") -> list[int]:
@@ -159,6 +172,6 @@ def _addresses(layer: "LayerWeights") -> list[int]:
         (FIELDS.down_bias, layer.down_bias),
     ):
         if tensor is not None:
-            assert tensor.is_contiguous() and tensor.dtype == torch.float32, (field, tensor.dtype)
+            assert tensor.is_contiguous() and tensor.dtype in (torch.float32, torch.int8), (field, tensor.dtype)
             row[field] = tensor.data_ptr()
     return row

@@ -2,7 +2,8 @@
 
 Projections that read the same input are stored as one matrix (query, key and value; gate and up). `tensors` gives
 each its Hugging Face name as a view, so that loading, weight updates and checksums never see the fusion, and an
-update in place reaches the fused matrix.
+update in place reaches the fused matrix. With int8 these views are rows of int8 (`inference.quantization.int8`), and
+what comes under the name is quantised on its way in (`Decoder.hold`).
 
 One of several ranks holds its part of each tensor (`shards`, see `inference.model.sharding`); dimensions below are
 those of the whole model unless they are said to be local.
@@ -11,6 +12,7 @@ Suffixes: T tokens, M hidden size, R wanted rows, V vocabulary.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -27,15 +29,20 @@ from inference.model.rope import Rope
 from inference.model.sharding import Shard, check_divisible, local_architecture, shard_of
 from inference.model.step_tensors import moved
 from inference.model.tensor_parallel import ALONE, TensorParallel
+from inference.model.wire import EMBEDDING, HEAD, checksum
+from inference.quantization.int8 import MAX_FEATURES, quantize_rows, row_bytes
 from inference.step_batch import StepBatch
 from olmorl.contract.errors import ConfigError
-from olmorl.contract.generation import Kernels
+from olmorl.contract.generation import Kernels, Quantization
 from olmorl.contract.weights import TensorSpec
 
 if TYPE_CHECKING:
     from inference.kernels.cpu_team import Team
     from inference.model.compiled_decoder import CompiledDecoder
     from inference.model.gpu_decoder import GpuDecoder
+
+Hold = Callable[[str, torch.Tensor], dict[str, torch.Tensor]]
+"""What a tensor under its name is stored as, by key of `Decoder.tensors`; may share its memory"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +70,8 @@ class Decoder:
         max_model_len: int,
         kernels: Kernels = "auto",
         ranks: TensorParallel = ALONE,
+        quantization: Quantization | None = None,
+        quantize_head: bool = False,
     ) -> None:
         check_divisible(arch, ranks.size)
         self.arch = arch
@@ -71,13 +80,18 @@ class Decoder:
         self.shards: dict[str, Shard] = {}
         self.dtype = dtype
         self.device = device
+        self.quantization = quantization
         self.tensors: dict[str, torch.Tensor] = {}
+        """what the model computes with"""
+        self.lost_checksums: dict[str, int] = {}
+        """of tensors that are stored as something else than what came, which cannot be summed again"""
         self._arena = Arena(dtype=dtype, device=device)
+        self._int8_arena = Arena(dtype=torch.int8, device=device)
         self._rope_tables: dict[Rope, torch.Tensor] = {}
-        self.embedding = self._tensor("model.embed_tokens.weight", arch.vocab_size, arch.hidden_size)
+        self.embedding = self._tensor(EMBEDDING, arch.vocab_size, arch.hidden_size)
         self.layers = [self._layer(index, max_model_len) for index in range(len(arch.layers))]
         self.norm = self._tensor("model.norm.weight", arch.hidden_size)
-        self.head = self.embedding if arch.tied else self._tensor("lm_head.weight", arch.vocab_size, arch.hidden_size)
+        self.head = self._head(quantize_head)
         self.compiled = _compiled(self, max_model_len) if kernels == "auto" and ranks.size == 1 else None
         self.gpu = _gpu(self, kernels)
 
@@ -104,9 +118,41 @@ class Decoder:
         )
 
     @property
+    def streamed_bytes(self) -> int:
+        """Of this rank's weights that every step reads: all but an embedding that is not the head too."""
+        looked_up = 0 if self.head is self.embedding else self.embedding.nbytes
+        return sum(tensor.nbytes for tensor in self.tensors.values()) - looked_up
+
+    @property
     def capturable(self) -> bool:
         """Whether `forward` of a batch whose tensors are on the device looks at nothing on the host."""
         return self.device.type == "cpu" or (self.gpu is not None and self.ranks.size == 1)
+
+    @property
+    def hold(self) -> Hold | None:
+        """None where every tensor is stored as it comes."""
+        return None if self.quantization is None else self._hold
+
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        """Copy in this rank's part of one tensor of `specs`, cast; no shape is checked."""
+        if self.hold is None:
+            self.tensors[name].copy_(self.part(name, tensor))
+            return
+        cast = tensor.to(device=self.device, dtype=self.dtype)
+        for key, held in self.hold(name, cast).items():
+            self.tensors[key].copy_(held)
+        if self.tensors[name].dtype == torch.int8:
+            self.lost_checksums[name] = checksum(cast)
+
+    def _hold(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        held = {name: quantize_rows(tensor) if self.tensors[name].dtype == torch.int8 else tensor}
+        if name == EMBEDDING and self.arch.tied and HEAD in self.tensors:
+            held[HEAD] = quantize_rows(tensor)
+        return held
+
+    def part(self, name: str, stored: torch.Tensor) -> torch.Tensor:
+        """What of a whole tensor, in the form it is stored in, this rank holds: a view."""
+        return stored if self.ranks.size == 1 else self.shards[name].of(stored)
 
     def shard(self, name: str, rank: int) -> Shard:
         return shard_of(name, self.shards[name].shape, self.arch, rank=rank, size=self.ranks.size)
@@ -167,7 +213,7 @@ class Decoder:
     def embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:
         if self.ranks.size == 1:
             return F.embedding(token_ids_T, self.embedding)
-        shard = self.shards["model.embed_tokens.weight"]
+        shard = self.shards[EMBEDDING]
         local_T = self.ranks.broadcast(token_ids_T) - shard.start  # ids may be known on the leader's device alone
         here_T = (local_T >= 0) & (local_T < shard.length)
         x_TM = F.embedding(local_T.clamp(0, shard.length - 1), self.embedding)
@@ -222,10 +268,27 @@ class Decoder:
             )
         return self._rope_tables[rope]
 
+    def _head(self, quantize: bool) -> torch.Tensor:
+        arch = self.arch
+        if not quantize:
+            return self.embedding if arch.tied else self._tensor(HEAD, arch.vocab_size, arch.hidden_size)
+        self.tensors[HEAD] = self._matrix(arch.vocab_size, arch.hidden_size, int8=True)
+        if not arch.tied:
+            self._cut(HEAD, arch.vocab_size, arch.hidden_size)
+        return self.tensors[HEAD]
+
     def _tensor(self, name: str, *shape: int) -> torch.Tensor:
-        tensor = self._arena.tensor(*self._cut(name, *shape).local_shape)
-        self.tensors[name] = tensor
-        return tensor
+        self.tensors[name] = self._arena.tensor(*self._cut(name, *shape).local_shape)
+        return self.tensors[name]
+
+    def _matrix(self, num_rows: int, num_features: int, *, int8: bool) -> torch.Tensor:
+        if not int8:
+            return self._arena.tensor(num_rows, num_features)
+        if num_features > MAX_FEATURES:
+            raise ConfigError(
+                f"quantization 'int8' sums {MAX_FEATURES} features at most; this model has {num_features}"
+            )
+        return self._int8_arena.tensor(num_rows, row_bytes(num_features))
 
     def _cut(self, name: str, *shape: int) -> Shard:
         self.shards[name] = shard_of(name, shape, self.arch, rank=self.ranks.rank, size=self.ranks.size)
@@ -235,17 +298,17 @@ class Decoder:
         self, parts: list[tuple[str, int]], in_features: int, *, bias: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """One matrix (and bias) for all `parts`, each named as a view of its rows."""
-        weight = self._stacked([self._cut(f"{name}.weight", size, in_features) for name, size in parts])
-        bias_tensor = self._stacked([self._cut(f"{name}.bias", size) for name, size in parts]) if bias else None
+        weights = [self._cut(f"{name}.weight", size, in_features).local_shape for name, size in parts]
+        num_rows, num_features = sum(rows for rows, _ in weights), weights[0][1]
+        weight = self._matrix(num_rows, num_features, int8=self.quantization == "int8")
+        biases = [self._cut(f"{name}.bias", size).local_shape[0] for name, size in parts] if bias else []
+        bias_tensor = self._arena.tensor(sum(biases)) if bias else None
         for kind, whole in (("weight", weight), ("bias", bias_tensor)):
             if whole is not None:
                 sizes = [self.shards[f"{name}.{kind}"].local_shape[0] for name, _ in parts]
                 for (name, _), view in zip(parts, whole.split(sizes), strict=True):
                     self.tensors[f"{name}.{kind}"] = view
         return weight, bias_tensor
-
-    def _stacked(self, shards: list[Shard]) -> torch.Tensor:
-        return self._arena.tensor(sum(s.local_shape[0] for s in shards), *shards[0].local_shape[1:])
 
 
 # Each backend brings its compiler, numba or Triton, and a machine may have one of them only.
@@ -256,12 +319,15 @@ def _compiled(decoder: Decoder, max_model_len: int) -> "CompiledDecoder | None":
         return None
     from inference.model.compiled_decoder import CompiledDecoder, can_compile
 
-    if not can_compile(decoder.arch, dtype=decoder.dtype, device=decoder.device):
+    quantized = decoder.quantization is not None
+    if not can_compile(decoder.arch, dtype=decoder.dtype, device=decoder.device, quantized=quantized):
         return None
     return CompiledDecoder(decoder, max_model_len=max_model_len, threads=torch.get_num_threads())
 
 
 def _gpu(decoder: Decoder, kernels: Kernels) -> "GpuDecoder | None":
+    if decoder.quantization is not None:
+        return None
     installed = find_spec("triton") is not None
     if kernels == "triton" and not installed:
         raise ConfigError("kernels is 'triton', which is not installed here: pip install triton (Linux on x86-64)")

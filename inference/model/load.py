@@ -10,8 +10,9 @@ from safetensors import SafetensorError, safe_open
 from inference.model.architecture import read_architecture, read_json
 from inference.model.decoder import Decoder
 from inference.model.tensor_parallel import ALONE, TensorParallel
+from inference.quantization.packed import read_packing, unpacked
 from olmorl.contract.errors import ModelError
-from olmorl.contract.generation import Kernels
+from olmorl.contract.generation import Kernels, Quantization
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Not parameters: buffers that old checkpoints carry, and the copy of a tied head.
@@ -41,6 +42,8 @@ def load_decoder(
     max_model_len: int | None,
     kernels: Kernels = "auto",
     ranks: TensorParallel = ALONE,
+    quantization: Quantization | None = None,
+    quantize_head: bool = False,
 ) -> Decoder:
     arch = read_architecture(folder)
     if dtype not in DTYPES:
@@ -53,18 +56,19 @@ def load_decoder(
         max_model_len=length,
         kernels=kernels,
         ranks=ranks,
+        quantization=quantization,
+        quantize_head=quantize_head,
     )
-    missing = set(decoder.tensors)
-    for name, tensor in stored_tensors(folder):
+    shapes = {spec.name: spec.shape for spec in decoder.specs}
+    missing = set(shapes)
+    for name, tensor in dense_tensors(folder):
         if name.endswith(_IGNORED) or (name == "lm_head.weight" and arch.tied):
             continue
-        target = decoder.tensors.get(name)
-        if target is None:
+        if name not in shapes:
             raise ModelError(f"{folder}: tensor {name!r} is not part of this architecture")
-        shard = decoder.shards[name]
-        if shard.shape != tensor.shape:
-            raise ModelError(f"{folder}: {name!r} has shape {tuple(tensor.shape)}; expected {shard.shape}")
-        target.copy_(shard.of(tensor))
+        if shapes[name] != tuple(tensor.shape):
+            raise ModelError(f"{folder}: {name!r} has shape {tuple(tensor.shape)}; expected {shapes[name]}")
+        decoder.load(name, tensor)
         missing.discard(name)
     if missing:
         raise ModelError(f"{folder}: {len(missing)} tensors are missing, among them {min(missing)!r}")
@@ -81,8 +85,19 @@ def eos_token_ids(folder: Path) -> tuple[int, ...]:
     return ()
 
 
-def stored_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a Hugging Face folder, one by one. Raises ModelError."""
+def dense_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a Hugging Face folder, one by one; GPTQ's and AWQ's as the dense ones they stand for. Raises
+    ModelError."""
+    config = folder / "config.json"  # a folder of new weights alone has none
+    try:
+        packing = read_packing(read_json(config)) if config.exists() else None
+        stored = _stored_tensors(folder)
+        yield from stored if packing is None else unpacked(stored, packing)
+    except ModelError as error:
+        raise ModelError(f"{folder}: {error}") from None
+
+
+def _stored_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     for path in _shards(folder):
         try:
             with safe_open(path, framework="pt") as file:

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from inference.engine import Engine
-from inference.model.load import stored_tensors
+from inference.model.load import dense_tensors
 from inference.server.body import read_body
 from inference.server.generation import Generations
 from inference.server.refusal import Refusal
@@ -80,7 +80,8 @@ class Operator:
         folder = Path(path)
         if "\0" in path or not folder.is_dir():
             raise ModelError(f"{path!r} is no folder on the server")
-        return stage_tensors(stored_tensors(folder), self._engine.decoder.specs, device=self._engine.decoder.device)
+        decoder = self._engine.decoder
+        return stage_tensors(dense_tensors(folder), decoder.specs, device=decoder.device, hold=decoder.hold)
 
     async def _do(self, work: object) -> None:
         try:

@@ -27,7 +27,8 @@ def engine(
     prefix_caching: bool = True,
     kernels: Annotated[str, typer.Option(help="auto, triton, or torch: the definitions, uncompiled.")] = "auto",
     deterministic: Annotated[bool, typer.Option(help="Bitwise the same in any batch, or an error.")] = False,
-    quantization: str | None = None,
+    quantization: Annotated[str | None, typer.Option(help="int8, or as the model is.")] = None,
+    quantize_head: Annotated[bool, typer.Option(help="The head in the precision of --quantization too.")] = False,
     overlap: Annotated[
         bool | None, typer.Option(help="Launch a step before the last one's tokens are read; on a GPU if not given.")
     ] = None,
@@ -59,6 +60,7 @@ def engine(
         "kernels": kernels,
         "deterministic": deterministic,
         "quantization": quantization,
+        "quantize_head": quantize_head,
         "overlap": overlap,
         "cuda_graphs": cuda_graphs,
         "tensor_parallel_size": tensor_parallel_size,

@@ -59,7 +59,10 @@ def rollout(
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="Bitwise the same in any batch, or an error.")
     ] = False,
-    quantization: str | None = None,
+    quantization: Annotated[str | None, typer.Option(help="int8, or as the model is.")] = None,
+    quantize_head: Annotated[
+        bool, typer.Option("--quantize-head", help="The head in the precision of --quantization too.")
+    ] = False,
     threads: Annotated[
         int | None, typer.Option(help="CPU threads of an engine; its share of the cores if not given.")
     ] = None,
@@ -107,7 +110,8 @@ def rollout(
             prefix_caching=prefix_caching,
             kernels=kernels,  # type: ignore[arg-type]
             deterministic=deterministic,
-            quantization=quantization,
+            quantization=quantization,  # type: ignore[arg-type]
+            quantize_head=quantize_head,
             seed=seed,
             threads=threads,
         ),

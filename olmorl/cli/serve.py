@@ -32,7 +32,10 @@ def serve(
     prefix_caching: bool = True,
     kernels: Annotated[str, typer.Option(help="auto, or torch: the definitions, uncompiled.")] = "auto",
     deterministic: Annotated[bool, typer.Option(help="Bitwise the same in any batch, or an error.")] = False,
-    quantization: str | None = None,
+    quantization: Annotated[str | None, typer.Option(help="int8, or as the model is.")] = None,
+    quantize_head: Annotated[
+        bool, typer.Option("--quantize-head", help="The head in the precision of --quantization too.")
+    ] = False,
     seed: Annotated[int, typer.Option(help="Of requests that give none.")] = 0,
     threads: Annotated[int | None, typer.Option(help="CPU threads; all cores if not given.")] = None,
 ) -> None:
@@ -63,7 +66,8 @@ def serve(
         prefix_caching=prefix_caching,
         kernels=kernels,  # type: ignore[arg-type]
         deterministic=deterministic,
-        quantization=quantization,
+        quantization=quantization,  # type: ignore[arg-type]
+        quantize_head=quantize_head,
         seed=seed,
         threads=threads,
     )

@@ -108,6 +108,10 @@ class InferenceSection(Section):
     prefix_caching: bool = True
     batching: Literal["continuous", "static"] = "continuous"
     """static: the slot of a finished sample stays empty until its whole batch is done; the baseline of comparisons"""
+    quantization: Literal["int8"] | None = None
+    """int8: rollouts with quantised weights and tokens, quantised anew at every update"""
+    quantize_head: bool = False
+    """the head too: faster, and further from the learner's logprobs"""
     tensor_parallel: int = Field(1, ge=1)
     """devices of one machine that each worker divides its model among"""
     overlap: bool | None = None
@@ -274,6 +278,7 @@ class Config(Section):
         if size is not None and ranks % size:
             raise ValueError(f"learner.shard_size = {size} does not divide learner.workers = {ranks}")
         self._check_shared_gpu()
+        self._check_quantization()
         if self.loss.advantage == "leave_one_out" and self.rollout.samples_per_prompt < 2:
             raise ValueError("loss.advantage = 'leave_one_out' needs rollout.samples_per_prompt >= 2")
         return self
@@ -282,6 +287,25 @@ class Config(Section):
     def shares_gpu(self) -> bool:
         """True when inference and learner workers are to lie on one GPU."""
         return self.inference.gpu_share < 1 and self.learner.gpu_share < 1
+
+    def _check_quantization(self) -> None:
+        inference = self.inference
+        if inference.quantization is None:
+            if inference.quantize_head:
+                raise ValueError(
+                    "inference.quantize_head needs inference.quantization; set inference.quantization = 'int8'"
+                )
+            return
+        if inference.tensor_parallel > 1:
+            raise ValueError(
+                f"inference.quantization = {inference.quantization!r} computes on one device; "
+                f"inference.tensor_parallel is {inference.tensor_parallel}, set it to 1"
+            )
+        if self.logging.schedule:
+            raise ValueError(
+                f"logging.schedule keeps whole weights, of which inference.quantization = {inference.quantization!r} "
+                "leaves none; set one of them alone"
+            )
 
     def _check_shared_gpu(self) -> None:
         inference, learner, sync = self.inference, self.learner, self.sync

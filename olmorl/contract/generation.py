@@ -14,6 +14,7 @@ from olmorl.contract.weights import TensorSpec
 
 FinishReason = Literal["stop", "length", "abort"]
 Kernels = Literal["auto", "torch", "triton"]
+Quantization = Literal["int8"]
 VersionSpan = tuple[int, int, int]  # policy version, first token, one past the last
 OBSERVED = -1  # in place of a version: tokens that an environment wrote
 KvEvent = tuple[int, int, Literal["prefill", "swap", "recompute"]]  # position, policy version, what happened
@@ -171,9 +172,13 @@ class EngineConfig:
     max_model_len: int | None = None
     prefix_caching: bool = True
     batching: Literal["continuous", "static"] = "continuous"
-    quantization: str | None = None
-    """None is all that this engine offers, here and below; another value is refused by name"""
+    quantization: Quantization | None = None
+    """"int8": the layers' matrices, with a scale for each output, times tokens of 16 bits with a scale each; quantised
+    at load and at every update. Norms, embedding and head stay in `dtype`"""
+    quantize_head: bool = False
+    """the head in the precision of `quantization` too"""
     speculative: str | None = None
+    """None is all that this engine offers; another value is refused by name"""
     kernels: Kernels = "auto"
     """"auto": compiled ones on a CPU in float32, Triton's on CUDA; "torch" keeps to the definitions in torch; "triton"
     needs CUDA or, to try the kernels on a CPU, TRITON_INTERPRET=1 before the start"""

@@ -163,6 +163,7 @@ async def compose(
             resolve_dtype(config, placement.inference_device),
             resolve_dtype(config, placement.learner_device),
             tolerance=config.sync.parity_tolerance,
+            quantized=config.inference.quantization is not None,
         ),
         service=service,
         learners=fleet.learners,

@@ -34,13 +34,17 @@ class Limits:
     worst: float
 
 
-EXACT, ROUNDED = Limits(1e-5, 1e-4), Limits(1e-2, math.inf)
+EXACT, ROUNDED, QUANTIZED = Limits(1e-5, 1e-4), Limits(1e-2, math.inf), Limits(0.15, math.inf)
+"""int8 is 0.05 to 0.075 off"""
 
 
-def parity_limits(*dtypes: str, tolerance: float | None) -> Limits:
-    """What computing in these dtypes may differ by, or `tolerance` as the mean and ten times it as the worst."""
+def parity_limits(*dtypes: str, tolerance: float | None, quantized: bool = False) -> Limits:
+    """What computing in these dtypes, with quantised rollouts or not, may differ by; or `tolerance` as the mean and ten
+    times it as the worst."""
     if tolerance is not None:
         return Limits(tolerance, 10 * tolerance)
+    if quantized:
+        return QUANTIZED
     return EXACT if all(dtype == "float32" for dtype in dtypes) else ROUNDED
 
 

@@ -222,3 +222,15 @@ def test_the_loop_is_a_library(tmp_path: Path, command_in: Callable[[Path], Any]
     assert state["step"] == 1 and state["again"] + state["finished"]
     checks.one_row_a_step(command, 2)
     run.close()
+
+
+def test_int8_rollouts_train(command: Any, checks: Any) -> None:
+    """Quantised anew at every update: what was sent is what came, and engine and learner differ by the precision."""
+    command.run("run.steps=3", "inference.quantization=int8", "inference.quantize_head=true")
+    checks.one_row_a_step(command, 3)
+    checks.one_fate_each(command)
+    for row in command.metrics():
+        assert row["canary/checksum_ok"] == 1
+        assert 1e-4 < row["canary/logprob_abs_diff_mean"] < 0.1, "no less than int8 costs, and no more"
+    for row in command.metrics()[1:]:
+        assert 0 <= row["off_policy/capped_fraction"] < 0.1 and row["throughput/inference_mbu"] > 0

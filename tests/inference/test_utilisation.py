@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from inference.model.architecture import Architecture, Layer
+from inference.model.decoder import Decoder
 from inference.model.rope import Rope
 from inference.stats import CostModel
 
@@ -105,3 +107,27 @@ def test_samples_that_share_a_prompt_prefill_it_once() -> None:
     alone = qwen().step(step((0, 500)))[0]
     shared = qwen().step(step((0, 500), *[(500, 501)] * 7))[0] - alone
     assert shared == 7 * (2 * 7_070_619_136 + 4 * 28 * 28 * 128 * 501)
+
+
+def test_int8_rows_are_read_as_bytes_and_a_float_head_as_floats() -> None:
+    """SmolLM2: a row of K weights is K bytes, a float32 scale and an int32; norms and the tied head stay float32."""
+    rope = Rope(1e4)
+    arch = Architecture(
+        vocab_size=49152, hidden_size=576, intermediate_size=1536, num_heads=9, num_kv_heads=3, head_dim=64,
+        layers=(Layer(None, rope),) * 30, tied=True, norm_eps=1e-5, max_positions=64,
+    )  # fmt: skip
+
+    def decoder(**options: Any) -> Decoder:
+        device = torch.device("cpu")
+        return Decoder(arch, dtype=torch.float32, device=device, max_model_len=64, quantization="int8", **options)
+
+    rows = (960 + 576) * (576 + 8) + 3072 * (576 + 8) + 576 * (1536 + 8)  # qkv and out; gate and up; down
+    floats = (2 * 30 + 1) * 576 * 4  # norms
+    head = 49152 * 576
+    assert decoder().streamed_bytes == 30 * rows + floats + 4 * head == 220_799_232
+    assert decoder(quantize_head=True).streamed_bytes == 30 * rows + floats + 49152 * (576 + 8)
+    assert decoder(quantize_head=True).num_parameters == LLAMA_135M, "a copy of the embedding adds none"
+    costs = CostModel(arch, num_parameters=LLAMA_135M, element_size=4, weight_bytes=decoder().streamed_bytes)
+    flops, num_bytes = costs.step(step((99, 100)))
+    assert num_bytes == 30 * rows + floats + 4 * head + 576 * 4 + 2 * 30 * 3 * 64 * 4 * (100 + 1)
+    assert flops == 2 * LLAMA_135M + 4 * 30 * 9 * 64 * 100

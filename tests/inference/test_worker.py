@@ -26,8 +26,14 @@ LONG = SamplingParams(n=4, seed=1, max_tokens=100, ignore_eos=True)
 
 
 @pytest.fixture
-def worker(model_folder: str) -> Iterator[InferenceWorker]:
-    worker = InferenceWorker(EngineConfig(model=model_folder, threads=1), name="engine-0")
+def options() -> dict[str, Any]:
+    """Of the engine; a test that wants others is parametrised by this name."""
+    return {}
+
+
+@pytest.fixture
+def worker(model_folder: str, options: dict[str, Any]) -> Iterator[InferenceWorker]:
+    worker = InferenceWorker(EngineConfig(model=model_folder, threads=1, **options), name="engine-0")
     yield worker
     worker.shutdown()
 
@@ -195,7 +201,10 @@ def join(worker: InferenceWorker, sender: Any, *, epoch: int, port: int, timeout
     )
 
 
-def test_broadcast_into_a_live_engine(worker: InferenceWorker, sender: Any, model_folder: str) -> None:
+@pytest.mark.parametrize("options", [{}, {"quantization": "int8", "quantize_head": True}], ids=["float32", "int8"])
+def test_broadcast_into_a_live_engine(
+    worker: InferenceWorker, sender: Any, model_folder: str, options: dict[str, Any]
+) -> None:
     port = sender.recv()
     worker.plan_updates(BUCKET_BYTES)
     assert len(plan_buckets(worker.info().tensors, bucket_bytes=BUCKET_BYTES).buckets) > 3
@@ -220,7 +229,7 @@ def test_broadcast_into_a_live_engine(worker: InferenceWorker, sender: Any, mode
         ends = [0, *(end for _, _, end in sample.version_spans)]
         assert [start for _, start, _ in sample.version_spans] == ends[:-1] and ends[-1] == len(sample.token_ids)
         assert [v for v, _, _ in sample.version_spans] == sorted({v for v, _, _ in sample.version_spans})
-    cold = LLM(model_folder)
+    cold = LLM(model_folder, **options)
     cold.update_weights(((name, torch.from_numpy(array)) for name, array in update.items()), version=1)
     worker.submit([request(100)])
     wanted = cold.generate([[1, 10, 2, 11]], LONG)[0].samples

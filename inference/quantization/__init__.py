@@ -1,0 +1,1 @@
+"""Weights in fewer bits: how they are stored, and what a product with them means."""

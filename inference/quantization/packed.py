@@ -1,0 +1,112 @@
+"""GPTQ and AWQ checkpoints: from their packed words to the dense weights that they stand for.
+
+Both store whole numbers q with a scale and a zero for each group of inputs: weight = (q - zero) * scale. They differ in
+how the numbers lie in 32-bit words:
+
+    GPTQ  qweight [K * bits / 32, N], a column's numbers one behind the other, lowest bits first (of 3 bits, some lie
+          across two words); zeros likewise along N, less one in format v1, as they are in v2; g_idx [K] says which
+          group an input is of, where `desc_act` took them out of order
+    AWQ   qweight [K, N / 8], 4 bits; of the eight columns of a word the even ones come first; zeros likewise
+
+Suffixes: N outputs, K inputs, G groups, W words.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from olmorl.contract.errors import ModelError
+
+PARTS = ("qweight", "qzeros", "scales", "g_idx")
+_AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where in a word the column 0, 1, 2, ... of its eight lies
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    method: Literal["gptq", "awq"]
+    bits: int
+    group_size: int
+    """inputs of a group; -1: all"""
+    zero_offset: int = 0
+    """what a stored zero lacks: 1 in GPTQ's first format"""
+
+
+def read_packing(config: dict[str, Any]) -> Packing | None:
+    """What `quantization_config` of a config.json says; None without one. ModelError for what is not supported."""
+    found = config.get("quantization_config")
+    if not found:
+        return None
+    method = found.get("quant_method")
+    bits, group_size = found.get("bits", found.get("w_bit")), found.get("group_size", found.get("q_group_size", 128))
+    if method == "gptq":
+        layout, known = found.get("checkpoint_format", "gptq"), {"gptq": 1, "gptq_v2": 0}
+        if bits in (2, 3, 4, 8) and layout in known:
+            return Packing("gptq", bits, group_size, known[layout])
+        raise ModelError(
+            f"GPTQ in {bits!r} bits, checkpoint_format {layout!r}, is not supported; 2, 3, 4 or 8 bits are"
+        )
+    if method == "awq":
+        version = found.get("version", "gemm")
+        if bits == 4 and str(version).lower() == "gemm":
+            return Packing("awq", bits, group_size)
+        raise ModelError(f"AWQ in {bits!r} bits, version {version!r}, is not supported; 4 bits, version 'gemm' is")
+    raise ModelError(f"quant_method is {method!r}; supported are 'gptq' and 'awq'")
+
+
+def unpacked(tensors: Iterable[tuple[str, torch.Tensor]], packing: Packing) -> Iterator[tuple[str, torch.Tensor]]:
+    """A checkpoint's tensors, with one dense `weight` [N, K] in float32 for the packed parts of each module."""
+    modules: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors:
+        module, _, part = name.rpartition(".")
+        if part in PARTS:
+            modules.setdefault(module, {})[part] = tensor
+        else:
+            yield name, tensor
+    for module in list(modules):
+        yield f"{module}.weight", _dense(module, modules.pop(module), packing)
+
+
+def _dense(module: str, parts: dict[str, torch.Tensor], packing: Packing) -> torch.Tensor:
+    for part in PARTS[:3]:
+        if part not in parts:
+            raise ModelError(f"{module}.{part} is missing beside {', '.join(sorted(parts))}")
+    unpack = _gptq_numbers if packing.method == "gptq" else _awq_numbers
+    numbers_NK, zeros_GN = unpack(parts["qweight"].numpy(), parts["qzeros"].numpy(), packing)
+    scales_GN = parts["scales"].float().numpy()
+    group_K = _groups(parts.get("g_idx"), numbers_NK.shape[1], packing.group_size)
+    if zeros_GN.shape != scales_GN.shape or group_K.max() >= len(scales_GN) or len(group_K) != numbers_NK.shape[1]:
+        raise ModelError(
+            f"{module}: qweight {tuple(parts['qweight'].shape)}, qzeros {tuple(parts['qzeros'].shape)} and scales "
+            f"{scales_GN.shape} do not belong together in groups of {packing.group_size}"
+        )
+    weight_NK = (numbers_NK - zeros_GN[group_K].T).astype(np.float32) * scales_GN[group_K].T
+    return torch.from_numpy(weight_NK)
+
+
+def _groups(g_idx_K: torch.Tensor | None, num_features: int, group_size: int) -> np.ndarray:
+    if g_idx_K is not None:
+        return g_idx_K.numpy()
+    return np.arange(num_features) // (num_features if group_size == -1 else group_size)
+
+
+def _gptq_numbers(qweight_WN: np.ndarray, qzeros_GW: np.ndarray, packing: Packing) -> tuple[np.ndarray, np.ndarray]:
+    zeros_GN = (_numbers(qzeros_GW, packing.bits) + packing.zero_offset) % (1 << packing.bits)  # 0 was stored as -1
+    return _numbers(qweight_WN.T, packing.bits), zeros_GN
+
+
+def _awq_numbers(qweight_KW: np.ndarray, qzeros_GW: np.ndarray, packing: Packing) -> tuple[np.ndarray, np.ndarray]:
+    def in_order(words_RW: np.ndarray) -> np.ndarray:
+        numbers = _numbers(words_RW, packing.bits)
+        return numbers.reshape(len(numbers), -1, 8)[:, :, _AWQ_ORDER].reshape(numbers.shape)
+
+    return in_order(qweight_KW).T, in_order(qzeros_GW)
+
+
+def _numbers(words_RW: np.ndarray, bits: int) -> np.ndarray:
+    """[R, W * 32 / bits] int16: each row's words as one stream of bits, lowest first."""
+    stream = np.unpackbits(np.ascontiguousarray(words_RW).view(np.uint8), axis=1, bitorder="little")
+    each = stream.reshape(len(stream), -1, bits)
+    return np.packbits(each, axis=2, bitorder="little")[:, :, 0].astype(np.int16)

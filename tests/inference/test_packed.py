@@ -1,0 +1,155 @@
+"""GPTQ and AWQ: words made by hand, and whole checkpoints against the dense models they stand for."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from inference import LLM
+from inference.quantization.packed import Packing, read_packing, unpacked
+from olmorl.contract.errors import ModelError
+
+
+def words(*values: int) -> torch.Tensor:
+    return torch.from_numpy(np.array(values, np.uint32).view(np.int32))
+
+
+def dense(packing: Packing, **parts: torch.Tensor) -> list[list[float]]:
+    ((name, weight),) = unpacked([(f"layer.{part}", tensor) for part, tensor in parts.items()], packing)
+    assert name == "layer.weight" and weight.dtype == torch.float32
+    return weight.tolist()
+
+
+@pytest.mark.parametrize(("layout", "zero"), [("gptq", 3), ("gptq_v2", 4)])
+def test_gptq_by_hand(layout: str, zero: int) -> None:
+    """One output that reads 0, 1, ... 7, lowest nibble first; zeros of eight outputs in a word."""
+    packing = read_packing(
+        {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": -1, "checkpoint_format": layout}}
+    )
+    assert packing is not None
+    qweight = words(0x76543210).reshape(1, 1).repeat(1, 8)
+    scales = torch.full((1, 8), 0.5, dtype=torch.float16)
+    found = dense(packing, qweight=qweight, qzeros=words(int(f"{zero}" * 8, 16)).reshape(1, 1), scales=scales)
+    assert found == [[-2.0, -1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5]] * 8
+
+
+def test_a_zero_of_nought_in_gptq_v1_is_stored_as_minus_one() -> None:
+    parts = {"qweight": words(0x76543210).reshape(1, 1).repeat(1, 8), "scales": torch.ones(1, 8)}
+    found = dense(Packing("gptq", 4, -1, zero_offset=1), qzeros=words(0xFFFFFFFF).reshape(1, 1), **parts)
+    assert found[0] == [0, 1, 2, 3, 4, 5, 6, 7]
+
+
+def test_desc_act_says_which_group_an_input_is_of() -> None:
+    """Inputs 1 and 6 belong to the second group, which has another scale and zero."""
+    parts = {
+        "qweight": words(0x55555555).reshape(1, 1).repeat(1, 8),
+        "qzeros": words(0x11111111, 0x33333333).reshape(2, 1),
+        "scales": torch.tensor([[1.0] * 8, [10.0] * 8]),
+        "g_idx": torch.tensor([0, 1, 0, 0, 0, 0, 1, 0], dtype=torch.int32),
+    }
+    assert dense(Packing("gptq", 4, 4), **parts)[0] == [4, 20, 4, 4, 4, 4, 20, 4]
+
+
+def test_three_bits_lie_across_words() -> None:
+    """32 numbers in 3 words: the eleventh has two bits in the first word and one in the second."""
+    numbers = [(5 * i + 3) % 8 for i in range(32)]
+    stream = sum(number << (3 * i) for i, number in enumerate(numbers))
+    column = words(*(stream >> (32 * w) & 0xFFFFFFFF for w in range(3))).reshape(3, 1).repeat(1, 32)
+    parts = {"qweight": column, "qzeros": torch.zeros(1, 3, dtype=torch.int32), "scales": torch.ones(1, 32)}
+    assert dense(Packing("gptq", 3, 32), **parts) == [[float(number) for number in numbers]] * 32
+
+
+def test_awq_by_hand() -> None:
+    """Eight outputs of one input: the word holds columns 0, 2, 4, 6, 1, 3, 5, 7 from its lowest nibble up."""
+    packing = read_packing({"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 1}})
+    assert packing is not None
+    scales = torch.tensor([[1.0, 2.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.5]])
+    found = dense(packing, qweight=words(0x75316420)[None], qzeros=words(0x20000001)[None], scales=scales)
+    assert [row[0] for row in found] == [0 - 1, 2, 2, 3, 4, 5, 6, (7 - 2) * 0.5]
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        ({"quant_method": "gptq", "bits": 5}, "GPTQ in 5 bits"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version 'gemv'"),
+        ({"quant_method": "bitsandbytes"}, "quant_method is 'bitsandbytes'"),
+    ],
+)
+def test_other_formats_are_refused_by_name(found: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        read_packing({"quantization_config": found})
+
+
+def test_parts_that_do_not_belong_together() -> None:
+    parts = {"qweight": words(0x76543210).reshape(1, 1).repeat(1, 8), "scales": torch.ones(1, 8)}
+    with pytest.raises(ModelError, match=r"layer\.qzeros is missing"):
+        dense(Packing("gptq", 4, -1), **parts)
+    with pytest.raises(ModelError, match="do not belong together"):
+        dense(Packing("gptq", 4, 4), qzeros=words(0).reshape(1, 1), **parts)
+
+
+# Whole checkpoints
+
+
+def pack(numbers_RX: np.ndarray, order: list[int]) -> torch.Tensor:
+    """Eight nibbles of a row to a word; nibble i of it is number order[i]."""
+    eights = numbers_RX.reshape(len(numbers_RX), -1, 8)[:, :, order].astype(np.uint32)
+    packed = np.sum(eights << np.arange(0, 32, 4, dtype=np.uint32), axis=2, dtype=np.uint32)
+    return torch.from_numpy(np.ascontiguousarray(packed).view(np.int32))
+
+
+def quantized_checkpoint(source: str, folder: Path, method: str) -> dict[str, torch.Tensor]:
+    """Writes `source` in 4 bits, groups of 8 and random zeros, in a format; the dense weights it stands for."""
+    rng = np.random.default_rng(3)
+    stored, meant = {}, {}
+    for name, tensor in load_file(Path(source) / "model.safetensors").items():
+        if not name.endswith("proj.weight"):
+            stored[name] = meant[name] = tensor
+            continue
+        outputs, features = tensor.shape
+        groups = features // 8
+        group_K = rng.permutation(features) // 8 if method == "gptq" else np.arange(features) // 8
+        zeros_GN = rng.integers(5, 11, (groups, outputs))
+        scales_GN = torch.from_numpy(rng.uniform(0.05, 0.1, (groups, outputs))).half()
+        s_NK, z_NK = scales_GN.float().numpy()[group_K].T, zeros_GN[group_K].T
+        q_NK = np.clip(np.round(tensor.numpy() / s_NK) + z_NK, 0, 15).astype(np.int64)
+        meant[name] = torch.from_numpy(((q_NK - z_NK) * s_NK).astype(np.float32))
+        module = name.removesuffix(".weight")
+        if method == "gptq":
+            straight = list(range(8))
+            stored[f"{module}.qweight"] = pack(q_NK, straight).T.contiguous()
+            stored[f"{module}.qzeros"] = pack(zeros_GN - 1, straight)
+            stored[f"{module}.g_idx"] = torch.from_numpy(group_K.astype(np.int32))
+        else:
+            order = [0, 2, 4, 6, 1, 3, 5, 7]
+            stored[f"{module}.qweight"] = pack(q_NK.T, order)
+            stored[f"{module}.qzeros"] = pack(zeros_GN, order)
+        stored[f"{module}.scales"] = scales_GN
+    for path in Path(source).glob("*.json"):
+        (folder / path.name).write_bytes(path.read_bytes())
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": method, "bits": 4, "group_size": 8, "desc_act": method == "gptq"}
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(stored, folder / "model.safetensors")
+    return meant
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+@pytest.mark.parametrize("options", [{}, {"quantization": "int8"}], ids=["dense", "int8"])
+def test_a_checkpoint_runs_as_the_dense_model_it_stands_for(
+    model_folder: str, tmp_path: Path, method: str, options: dict[str, Any]
+) -> None:
+    meant = quantized_checkpoint(model_folder, tmp_path, method)
+    packed, expected = LLM(str(tmp_path), **options), LLM(model_folder, **options)
+    expected.update_weights(meant.items(), version=1)
+    for name, tensor in expected.engine.decoder.tensors.items():
+        assert torch.equal(tensor, packed.engine.decoder.tensors[name]), name
+    assert packed.weights_checksum() == expected.weights_checksum()
+    sequence = np.arange(21)
+    np.testing.assert_array_equal(packed.score([sequence])[0], expected.score([sequence])[0])
