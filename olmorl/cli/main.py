@@ -172,7 +172,7 @@ def plan(
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write all plans here.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Also draw them, as an HTML page.")] = None,
 ) -> None:
-    """Which split of the devices serves a run best, by simulating each."""
+    """Which split of the devices serves a run best."""
     from olmorl.cli.plan import plan as command
 
     command(

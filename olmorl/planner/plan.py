@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from olmorl.contract.errors import ConfigError
-from olmorl.planner.costs import Device, EngineCost, LearnerCost, SyncCost
+from olmorl.planner.costs import LEARNER_EFFICIENCY, Device, EngineCost, LearnerCost, SyncCost
 from olmorl.planner.load import Load
 from olmorl.planner.shape import ModelShape
 from olmorl.planner.simulation import Outcome, Setup, Simulation
@@ -182,7 +182,7 @@ def setup_of(
             engine=engine,
             learner=LearnerCost(
                 shape=question.shape, device=engine.device, ranks=question.num_devices - inference_gpus,
-                efficiency=LearnerCost.__dataclass_fields__["efficiency"].default * prompts / question.prompts_per_step,
+                efficiency=LEARNER_EFFICIENCY * prompts / question.prompts_per_step,
             ),
             sync=SyncCost(shape=question.shape),
             inference_workers=simulated,

@@ -44,7 +44,7 @@ def test_a_plan_is_a_table_a_file_and_a_page(tmp_path: Path, capsys: pytest.Capt
     assert rates == sorted(rates, reverse=True) and len(rates) > 1
     assert f"inference.workers={best['inference_gpus'] // best['tensor_parallel']}" in said
     assert found["factors"]["bandwidth_efficiency"] == 0.75 and len(found["sensitivity"]) == 4
-    assert page.read_text().count("trained tokens/s") >= 1
+    assert "devices that generate" in page.read_text()
 
 
 @pytest.mark.parametrize(
