@@ -12,8 +12,8 @@ import annotated_types
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from olmorl.config.names import ALIASES, SECTIONS
 from olmorl.config.data_sections import EvalSource, SourceSection
+from olmorl.config.names import ALIASES, SECTIONS
 from olmorl.config.section import Section
 
 MARK = "<!-- config reference -->"

@@ -48,7 +48,7 @@ def leap(scheduler: "Scheduler", steps: int, *, token: int = 0) -> None:
     """The state after that many steps of mere decoding, each of which drew `token`. Block numbers may differ."""
     assert 0 <= steps <= steps_until_change(scheduler), f"{steps} steps are more than lie ahead"
     while steps:
-        stride = min(steps, scheduler.block_size)  # a longer one could overtake a sliding window
+        stride = steps if scheduler.kv.window is None else min(steps, scheduler.block_size)  # not beyond a window
         for sequence in scheduler.running:
             grown = scheduler.kv.grow(sequence, sequence.num_computed + stride, [], [])
             assert grown, "blocks were counted"

@@ -155,6 +155,42 @@ def evaluate(
 
 
 @app.command()
+def plan(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML file of the run.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Settings laid over the file; later wins.")
+    ] = None,
+    gpus: Annotated[int, typer.Option(help="Devices in all.")] = 8,
+    device: Annotated[str, typer.Option(help="a100, h100, h200 or b200.")] = "h100",
+    shape: Annotated[str | None, typer.Option(help="Model shape by name, such as olmo3-7b; else model.path.")] = None,
+    lengths: Annotated[
+        Path | None, typer.Option(help="Response lengths: a run directory, or a JSON list of numbers.")
+    ] = None,
+    mean_length: Annotated[float | None, typer.Option(help="Mean response, tokens; lengths are log-normal.")] = None,
+    zero_variance: Annotated[float, typer.Option(min=0, max=0.99, help="Share of groups without signal.")] = 0.3,
+    bench: Annotated[Path | None, typer.Option(help="JSON of `olmorl bench engine`: measured factors.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write all plans here.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Also draw them, as an HTML page.")] = None,
+) -> None:
+    """Which split of the devices serves a run best."""
+    from olmorl.cli.plan import plan as command
+
+    command(
+        config,
+        overrides or [],
+        gpus=gpus,
+        device_name=device,
+        shape=shape,
+        lengths=lengths,
+        mean_length=mean_length,
+        zero_variance=zero_variance,
+        bench=bench,
+        json_file=json_file,
+        plot=plot,
+    )
+
+
+@app.command()
 def dashboard(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN_DIR...", help="Run directory; more are laid over it.")],
     port: Annotated[int, typer.Option(help="0 takes a free one.", min=0, max=65535)] = 8080,

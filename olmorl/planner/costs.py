@@ -71,6 +71,9 @@ class EngineCost:
         return max(0, int(free / self.shape.kv_bytes_per_token))
 
 
+LEARNER_EFFICIENCY = 0.35
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerCost:
     """Of `ranks` devices that train together: three forward passes' worth of FLOPs a token."""
@@ -78,7 +81,7 @@ class LearnerCost:
     shape: ModelShape
     device: Device
     ranks: int
-    efficiency: float = 0.35
+    efficiency: float = LEARNER_EFFICIENCY
     recompute: float = 4 / 3
     """activation checkpointing computes the forward pass once more"""
     step_overhead: float = 2.0

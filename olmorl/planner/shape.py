@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from inference.model.architecture import Architecture, read_architecture
@@ -46,22 +47,34 @@ class ModelShape:
     @property
     def window(self) -> int | None:
         """The one of the sliding layers, if there are any."""
-        return next((window for window in self.windows if window is not None), None)
+        return _window(self.windows)
 
     @property
     def full_share(self) -> float:
         """Share of the layers that see everything."""
-        return sum(w is None for w in self.windows) / len(self.windows) if self.windows else 1.0
+        return _full_share(self.windows)
 
     def seen(self, context: float) -> float:
         """Tokens that one more token attends to, averaged over the layers."""
-        if self.window is None:
+        window = _window(self.windows)
+        if window is None or context <= window:
             return context
-        return self.full_share * context + (1 - self.full_share) * min(context, self.window)
+        full_share = _full_share(self.windows)
+        return full_share * context + (1 - full_share) * window
 
     def flops(self, tokens: float, attended: float) -> float:
         """Of `tokens` tokens that attend to `attended` tokens all together (as `seen` counts)."""
         return 2.0 * self.active_parameters * tokens + 4.0 * self.num_layers * self.num_heads * self.head_dim * attended
+
+
+@lru_cache
+def _window(windows: tuple[int | None, ...]) -> int | None:
+    return next((window for window in windows if window is not None), None)
+
+
+@lru_cache
+def _full_share(windows: tuple[int | None, ...]) -> float:
+    return sum(window is None for window in windows) / len(windows) if windows else 1.0
 
 
 SHAPES = {

@@ -12,9 +12,9 @@ import pytest
 import typer
 
 from olmorl.cli.main import app
+from olmorl.config.data_sections import EvalSource, SourceSection
 from olmorl.config.load import load_config
 from olmorl.config.names import ALIASES, FIELDS, SECTIONS
-from olmorl.config.data_sections import EvalSource, SourceSection
 from olmorl.metrics.names import METRIC_NAMES, is_declared
 from olmorl.rewards import score
 

@@ -93,7 +93,8 @@ def test_equal_settings_give_equal_runs(make_setup: MakeSetup) -> None:
 def test_each_switch_of_the_ablation_helps(make_setup: MakeSetup) -> None:
     fast_learner = replace(make_setup().learner, ranks=16, step_overhead=0.01)  # rollouts are the bill
     baseline: dict[str, Any] = {
-        "learner": fast_learner, "batching": "static", "active_sampling": False, "oversampling": 3, "async_steps": 0, "sync_mode": "drain",
+        "learner": fast_learner, "batching": "static",
+        "active_sampling": False, "oversampling": 3, "async_steps": 0, "sync_mode": "drain",
     }  # fmt: skip
     rates = []
     for switch in (
