@@ -286,3 +286,9 @@ def test_wrong_settings_are_named(model_folder: str) -> None:
         LLM(model_folder, quantization="int3")
     with pytest.raises(ConfigError, match="quantize_head is True, but quantization is None"):
         LLM(model_folder, quantize_head=True)
+    with pytest.raises(ConfigError, match="computes on one device; tensor_parallel_size is 2, set it to 1"):
+        LLM(model_folder, tensor_parallel_size=2, **INT8)
+    with pytest.raises(ConfigError, match="kernels is 'triton', which has no products for quantization 'int8'"):
+        LLM(model_folder, kernels="triton", **INT8)
+    with pytest.raises(ConfigError, match="a schedule keeps whole weights"):
+        LLM(model_folder, schedule_dir="schedule", **INT8)

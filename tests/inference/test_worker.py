@@ -23,6 +23,7 @@ from olmorl.contract.weights import SyncGroup, TensorSpec, combine_checksums, pl
 
 BUCKET_BYTES = 4096
 LONG = SamplingParams(n=4, seed=1, max_tokens=100, ignore_eos=True)
+INT8 = {"quantization": "int8", "quantize_head": True}
 
 
 @pytest.fixture
@@ -201,7 +202,7 @@ def join(worker: InferenceWorker, sender: Any, *, epoch: int, port: int, timeout
     )
 
 
-@pytest.mark.parametrize("options", [{}, {"quantization": "int8", "quantize_head": True}], ids=["float32", "int8"])
+@pytest.mark.parametrize("options", [{}, INT8], ids=["float32", "int8"])
 def test_broadcast_into_a_live_engine(
     worker: InferenceWorker, sender: Any, model_folder: str, options: dict[str, Any]
 ) -> None:
@@ -289,6 +290,27 @@ def test_a_sender_that_stops_halfway_is_a_sync_error_and_a_new_epoch_works(
     sender.send(("whole", update))
     worker.receive_weights(0)
     assert worker.commit_weights(0, sender.recv()).version == 0
+
+
+@pytest.mark.parametrize("staging", ["device", "host", "none"])
+@pytest.mark.parametrize("options", [INT8], ids=["int8"])
+def test_what_int8_makes_of_an_update_does_not_depend_on_the_staging(
+    worker: InferenceWorker, sender: Any, model_folder: str, options: dict[str, Any], staging: str
+) -> None:
+    port = sender.recv()
+    worker.plan_updates(BUCKET_BYTES, staging)
+    join(worker, sender, epoch=0, port=port)
+    update = new_weights(worker, 0)
+    sender.send(("whole", update))
+    worker.receive_weights(0)
+    assert not worker._receiver._buffers, "a bucket is kept beside what was made of it"
+    checksums = sender.recv()
+    report = worker.commit_weights(0, checksums)
+    assert report.checksum == worker.weights_checksum() == combine_checksums(checksums, worker.info().tensors)
+    cold = LLM(model_folder, **options)
+    cold.update_weights(((name, torch.from_numpy(array)) for name, array in update.items()), version=1)
+    for name, tensor in cold.engine.decoder.tensors.items():
+        assert torch.equal(tensor, worker._engine.decoder.tensors[name]), name
 
 
 def test_weights_that_were_half_received_in_place_are_never_used(worker: InferenceWorker, sender: Any) -> None:
