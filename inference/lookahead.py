@@ -48,10 +48,14 @@ def leap(scheduler: "Scheduler", steps: int, *, token: int = 0) -> None:
     """The state after that many steps of mere decoding, each of which drew `token`. Block numbers may differ."""
     assert 0 <= steps <= steps_until_change(scheduler), f"{steps} steps are more than lie ahead"
     while steps:
-        stride = steps if scheduler.kv.window is None else min(steps, scheduler.block_size)  # not beyond a window
+        size = scheduler.block_size
+        stride = steps if scheduler.kv.window is None else min(steps, size)  # not beyond a window
+        if scheduler.prefix_caching:  # what is taken from the cache and what comes into it keep their order
+            stride = min([stride, *(size - s.num_computed % size for s in scheduler.running if s.publishable)])
         for sequence in scheduler.running:
             grown = scheduler.kv.grow(sequence, sequence.num_computed + stride, [], [])
             assert grown, "blocks were counted"
+        for sequence in scheduler.running:
             sequence.token_ids += [token] * stride
             scheduler.computed(sequence, stride)
         steps -= stride

@@ -7,7 +7,7 @@ computed it. What a sequence reads without computing it must be its own prefix, 
 from collections.abc import Callable
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from inference import lookahead
@@ -171,6 +171,17 @@ def test_steps_until_change_is_what_stepping_shows(make_policy: MakePolicy, hist
 
 @settings(max_examples=100, deadline=None)
 @given(events, options)
+@example(  # a cached block is taken by one sequence, and what it held computed anew by another
+    history=[("add", 1, 5, 0), ("add", 1, 5, 0)],
+    options={
+        "num_blocks": 6,
+        "block_size": 2,
+        "max_tokens_per_step": 5,
+        "prefix_caching": True,
+        "static": True,
+        "window": None,
+    },
+)
 def test_a_leap_equals_the_steps_it_leaps_over(make_policy: MakePolicy, history: list[Event], options: Any) -> None:
     walker, leaper = History(make_policy(**options)), History(make_policy(**options))
 
