@@ -118,6 +118,13 @@ def test_override_values(override: str, section: str, key: str, value: object) -
         (BASE, ("inflight_updates=3",), ["inflight_updates is 3", "true or false"]),
         (BASE, ("rollout.async_steps=2", "rollout.window=1"), ["window = 1", "async_steps = 2"]),
         (BASE, ("sampling.top_k=3",), ["loss.allow_truncated_sampling"]),
+        (BASE, ("inference.quantize_head=true",), ["quantize_head needs inference.quantization"]),
+        (
+            BASE,
+            ("inference.quantization=int8", "inference.tensor_parallel=2"),
+            ["computes on one device", "inference.tensor_parallel is 2"],
+        ),
+        (BASE, ("inference.quantization=int8", "logging.schedule=true"), ["logging.schedule keeps whole weights"]),
         ("prompts_per_step = 5\n[rollout]\nprompts_per_step = 3\n" + BASE, (), ["set twice"]),
         ("[run]\nname = 'x'", (), ["model.path is missing", "data.train is missing"]),
         ("x = \n", (), ["not valid TOML", "line 1"]),
