@@ -1,6 +1,5 @@
 """Is what one config asks for really there: model, data, devices?"""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +8,7 @@ from olmorl.cli.shadowed import find_shadowed
 from olmorl.config.load import load_config
 from olmorl.config.schema import Config, SourceSection
 from olmorl.contract.errors import ConfigError, DataError, ModelError, PlacementError
-from olmorl.controller.placement import count_gpus, plan_placement
+from olmorl.controller.placement import plan_placement, this_machine
 from olmorl.data.source import read_source
 
 
@@ -65,7 +64,7 @@ def _placement(config: Config) -> Finding:
     if config.cluster.address is not None:
         return Finding("ok", f"placement: {placement.describe()} (on the cluster at {config.cluster.address})")
     try:
-        placement.check({"CPU": os.cpu_count() or 1, "GPU": count_gpus()})
+        placement.check([this_machine(cpus=placement.cpus)])
     except PlacementError as error:
         return Finding("fail", str(error))
     return Finding("ok", f"placement: {placement.describe()}")

@@ -198,6 +198,8 @@ class SamplingSection(Section):
 
 class InferenceSection(Section):
     workers: int = Field(1, ge=1)
+    max_workers: int | None = Field(None, ge=1)
+    """elastic: while the cluster has room, for instance on nodes that join, up to so many; None is `workers`"""
     device: Device = "auto"
     max_num_seqs: int = Field(64, ge=1)
     """samples decoded at once by one worker"""
@@ -209,6 +211,16 @@ class InferenceSection(Section):
     """static: the slot of a finished sample stays empty until its whole batch is done; the baseline of comparisons"""
     threads: int | None = Field(None, ge=1)
     """torch threads of a worker on CPU; None shares the cores between all workers"""
+
+    @property
+    def most_workers(self) -> int:
+        return self.max_workers or self.workers
+
+    @model_validator(mode="after")
+    def _most_is_no_less(self) -> "InferenceSection":
+        if self.most_workers < self.workers:
+            raise ValueError(f"max_workers = {self.max_workers} is below workers = {self.workers}")
+        return self
 
 
 class LearnerSection(Section):
@@ -311,9 +323,10 @@ class ClusterSection(Section):
     heartbeat_seconds: float = Field(10.0, gt=0)
     """a worker that is silent for so long is lost: an inference worker is replaced, a learner starts the run again"""
     max_restarts: int = Field(8, ge=0)
-    """lost inference workers that are replaced, in all"""
+    """inference workers that break and are replaced, in all; one that is lost with its node is not counted"""
     min_inference_workers: int = Field(1, ge=1)
-    """with fewer left, and no restart, the run stops with its checkpoint"""
+    """with fewer left, and none to come within start_timeout_seconds, the run stops with its checkpoint; after a lost
+    learner it starts again with so many, and more join as there is room"""
     max_run_restarts: int = Field(2, ge=0)
     """attempts after a lost learner, each from the newest complete checkpoint"""
 
@@ -347,6 +360,9 @@ class Config(Section):
         band = self.loss.importance_band
         if band is not None and not 0 <= band[0] < band[1]:
             raise ValueError(f"loss.importance_band = {list(band)} is not [low, high] with 0 <= low < high")
+        least, workers = self.cluster.min_inference_workers, self.inference.workers
+        if least > workers:
+            raise ValueError(f"cluster.min_inference_workers = {least} is above inference.workers = {workers}")
         size, ranks = self.learner.shard_size, self.learner.workers
         if size is not None and ranks % size:
             raise ValueError(f"learner.shard_size = {size} does not divide learner.workers = {ranks}")

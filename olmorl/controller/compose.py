@@ -9,10 +9,11 @@ from pathlib import Path
 
 from inference.model.architecture import read_architecture
 from olmorl.config.schema import Config
+from olmorl.contract.errors import ModelError
 from olmorl.contract.training import ScoreRequest
 from olmorl.controller.canary import canary_sequences
 from olmorl.controller.cluster import Cluster, Remote
-from olmorl.controller.fleet import replace_engine, start_fleet
+from olmorl.controller.fleet import start_engine, start_fleet
 from olmorl.controller.placement import Placement
 from olmorl.controller.recorder import Recorder, Totals
 from olmorl.controller.resume import DriverState, PromptQueue
@@ -87,16 +88,24 @@ async def compose(
         state = DriverState.load(checkpoint, seed=config.run.seed)
         version, totals, prompts = state.step, state.totals, state.prompts(stream)
     fleet = await start_fleet(config, cluster=cluster, placement=placement)
-    numbers = count(len(fleet.engines))  # a replacement never takes a name that was there before
+    numbers = count(len(fleet.engines))  # a newcomer never takes a name that was there before
 
-    async def start_engine(slot: int) -> Remote:
-        return await replace_engine(slot, next(numbers), config=config, cluster=cluster, placement=placement)
+    def spawn() -> Remote:
+        return cluster.spawn_engine(f"inference-{next(numbers)}", placement.engine_bundles)
+
+    async def start(engine: Remote) -> None:
+        info = await start_engine(engine, config=config, placement=placement)
+        if info.tensors != fleet.engine_infos[0].tensors:
+            raise ModelError(f"{engine.name} on {info.host} holds another model; is its model folder the same?")
 
     supervisor = EngineSupervisor(
-        start_engine=start_engine,
+        spawn_engine=spawn,
+        start_engine=start,
+        has_node=cluster.has_node,
         heartbeat_seconds=config.cluster.heartbeat_seconds,
         max_restarts=config.cluster.max_restarts,
         min_workers=config.cluster.min_inference_workers,
+        patience_seconds=config.cluster.start_timeout_seconds,
     )
     service = RolloutService(on_lost=supervisor.lost)
     sync = WeightSync(
@@ -109,7 +118,8 @@ async def compose(
     )
     supervisor.attach(service=service, sync=sync)
     await sync.connect(fleet.engine_infos[0])
-    await asyncio.gather(*(supervisor.watch(slot, engine) for slot, engine in enumerate(fleet.engines)))
+    await asyncio.gather(*(supervisor.watch(engine) for engine in fleet.engines))
+    supervisor.invite(config.inference.most_workers - len(fleet.engines))
     if checkpoint is not None:
         await fleet.load(checkpoint / "learner", timeout=config.learner.step_timeout_seconds)
     recorder = Recorder(

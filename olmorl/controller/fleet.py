@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from olmorl.config.schema import Config
-from olmorl.contract.errors import ModelError
+from olmorl.contract.errors import ModelError, WorkerLostError
 from olmorl.contract.generation import EngineConfig, WorkerInfo
 from olmorl.contract.training import LearnerConfig
 from olmorl.controller.cluster import Cluster, Remote
@@ -40,11 +40,11 @@ class Fleet:
 async def start_fleet(config: Config, *, cluster: Cluster, placement: Placement) -> Fleet:
     """Start every worker at once. Each has cluster.start_timeout_seconds."""
     deadline = config.cluster.start_timeout_seconds
-    remotes = [cluster.spawn(name, slot) for slot, name in enumerate(placement.names)]
-    engines, learners = remotes[: placement.inference_workers], remotes[placement.inference_workers :]
-    starts = [_start_engine(engine, config, placement) for engine in engines]
-    await asyncio.gather(*starts, _start_learners(learners, _learner_config(config, placement), deadline))
-    infos = await asyncio.gather(*(e.call("info", timeout=deadline) for e in engines))
+    bundles = placement.engine_bundles
+    engines = [cluster.spawn_engine(f"inference-{i}", bundles) for i in range(placement.inference_workers)]
+    learners = [cluster.spawn_learner(f"learner-{i}") for i in range(placement.learner_workers)]
+    starts = asyncio.gather(*(_start_placed_engine(engine, config, placement) for engine in engines))
+    infos, _ = await asyncio.gather(starts, _start_learners(learners, _learner_config(config, placement), deadline))
     learner_info = await learners[0].call("info", timeout=deadline)
     if any(info.tensors != infos[0].tensors for info in infos):
         raise ModelError("the inference workers hold different models; are their model folders the same?")
@@ -57,20 +57,21 @@ async def start_fleet(config: Config, *, cluster: Cluster, placement: Placement)
     )
 
 
-async def replace_engine(slot: int, number: int, *, config: Config, cluster: Cluster, placement: Placement) -> Remote:
-    """Start a worker in the slot of one that was lost; `number` is new in this run."""
-    engine = cluster.spawn(f"inference-{number}", slot)
+async def _start_placed_engine(engine: Remote, config: Config, placement: Placement) -> WorkerInfo:
+    deadline = config.cluster.start_timeout_seconds
     try:
-        await _start_engine(engine, config, placement)
-    except BaseException:
-        engine.kill()
-        raise
-    return engine
+        async with asyncio.timeout(deadline):
+            await engine.placed()
+    except TimeoutError:
+        raise WorkerLostError(f"{engine.name}: its process did not start within {deadline:g} s") from None
+    return await start_engine(engine, config=config, placement=placement)
 
 
-async def _start_engine(engine: Remote, config: Config, placement: Placement) -> None:
+async def start_engine(engine: Remote, *, config: Config, placement: Placement) -> WorkerInfo:
+    """Make an engine of a process that is placed."""
     deadline = config.cluster.start_timeout_seconds
     await engine.start(INFERENCE_WORKER, _engine_config(config, placement), name=engine.name, timeout=deadline)
+    return await engine.call("info", timeout=deadline)
 
 
 async def _start_learners(learners: list[Remote], config: LearnerConfig, deadline: float) -> None:

@@ -1,43 +1,69 @@
 """Where the workers of a run go: how many, on which device, with how many cores. Pure: asks no cluster."""
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from olmorl.config.schema import Config, Device
 from olmorl.contract.errors import PlacementError
 
 CPUS_PER_GPU_WORKER = 1
+ACCELERATOR = "accelerator_type:"  # how Ray marks the nodes that have one
+
+Bundle = dict[str, float]
+"""resources of one worker process, under Ray's names"""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """What a machine of the cluster has, in use or not."""
+
+    name: str
+    cpus: float
+    gpus: float = 0
+    gpu_type: str | None = None
+
+    @classmethod
+    def of(cls, name: str, resources: Mapping[str, float]) -> "Node":
+        """From resources under Ray's names."""
+        types = [key.removeprefix(ACCELERATOR) for key in resources if key.startswith(ACCELERATOR)]
+        return cls(name, resources.get("CPU", 0), resources.get("GPU", 0), types[0] if types else None)
+
+    def __str__(self) -> str:
+        gpus = f", {self.gpus:g} {self.gpu_type or 'GPU'}" if self.gpus else ""
+        return f"{self.name} ({self.cpus:g} CPU{gpus})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
     inference_workers: int
     learner_workers: int
+    shard_size: int
+    """learner ranks that hold one copy of the model together"""
     inference_device: Literal["cpu", "cuda"]
     learner_device: Literal["cpu", "cuda"]
     inference_threads: int | None
     learner_threads: int | None
 
     @property
-    def names(self) -> list[str]:
-        engines = [f"inference-{i}" for i in range(self.inference_workers)]
-        return engines + [f"learner-{i}" for i in range(self.learner_workers)]
+    def engine_bundles(self) -> list[Bundle]:
+        """Of one engine; they need one node."""
+        return [_bundle(self.inference_device)]
 
     @property
-    def bundles(self) -> list[dict[str, float]]:
-        """One for each worker, inference first."""
-        devices = [self.inference_device] * self.inference_workers + [self.learner_device] * self.learner_workers
-        return [{"CPU": CPUS_PER_GPU_WORKER, "GPU": 1} if d == "cuda" else {"CPU": 1} for d in devices]
+    def learner_bundles(self) -> list[list[Bundle]]:
+        """Of each shard group of learners; the closer one lies together, the better."""
+        groups = self.learner_workers // self.shard_size
+        return [[_bundle(self.learner_device)] * self.shard_size for _ in range(groups)]
 
     @property
     def cpus(self) -> int:
-        return sum(int(bundle["CPU"]) for bundle in self.bundles)
+        return self._total("CPU")
 
     @property
     def gpus(self) -> int:
-        return sum(int(bundle.get("GPU", 0)) for bundle in self.bundles)
+        return self._total("GPU")
 
     def describe(self) -> str:
         return (
@@ -45,21 +71,70 @@ class Placement:
             f"{self.learner_workers} learner x {self.learner_device}: {self.cpus} CPU, {self.gpus} GPU"
         )
 
-    def check(self, resources: Mapping[str, float]) -> None:
-        """Raises PlacementError, saying what is missing, if the cluster can never hold this placement."""
-        for kind, wanted in (("GPU", self.gpus), ("CPU", self.cpus)):
-            there = resources.get(kind, 0)
-            if wanted > there:
-                raise PlacementError(
-                    f"this run needs {wanted} {kind}s ({self.describe()}) and the cluster has {there:g}: "
-                    f"{wanted - there:g} missing. Lower inference.workers or learner.workers, "
-                    f"set their device to 'cpu', or add nodes"
-                )
+    def check(self, nodes: Sequence[Node]) -> None:
+        """Raises PlacementError if these nodes, all idle, cannot hold it: what is missing, and the nearest that fits.
+
+        So that nothing waits for room that can never be.
+        """
+        if self._fits(nodes):
+            return
+        have = {"GPU": sum(node.gpus for node in nodes), "CPU": sum(node.cpus for node in nodes)}
+        missing = [
+            f"{wanted} {kind}s ({self.describe()}) and the cluster has {have[kind]:g}: {wanted - have[kind]:g} missing"
+            for kind, wanted in (("GPU", self.gpus), ("CPU", self.cpus))
+            if wanted > have[kind]
+        ]
+        needs = missing[0] if missing else f"{self.describe()}, which no node has in one piece"
+        nearest = next((plan for plan in self._smaller() if plan._fits(nodes)), None)
+        if nearest is not None:
+            mend = (
+                f"Add nodes, or take the nearest that fits: inference.workers = {nearest.inference_workers}, "
+                f"learner.workers = {nearest.learner_workers}"
+            )
+        elif have["GPU"]:
+            mend = "Add nodes: no smaller run fits either"
+        else:
+            mend = "Add nodes, or set inference.device and learner.device to 'cpu'"
+        raise PlacementError(f"this run needs {needs}. Nodes: {'; '.join(map(str, nodes)) or 'none'}. {mend}")
+
+    def _total(self, kind: str) -> int:
+        engines = self.engine_bundles * self.inference_workers
+        return int(sum(b.get(kind, 0) for b in (*engines, *(b for group in self.learner_bundles for b in group))))
+
+    def _fits(self, nodes: Sequence[Node]) -> bool:
+        """Groups that need one node go first, and workers without a GPU where they take none away."""
+        free = [{"CPU": node.cpus, "GPU": node.gpus} for node in sorted(nodes, key=lambda node: node.gpus)]
+        engines = [self.engine_bundles] * self.inference_workers
+        learners = [[bundle] for group in self.learner_bundles for bundle in group]
+        groups = sorted((*engines, *learners), key=lambda group: -sum(b.get("GPU", 0) for b in group))
+        return all(_take(group, free) for group in groups)
+
+    def _smaller(self) -> Iterator["Placement"]:
+        """Fewer engines first, then fewer learners."""
+        for learners in range(self.learner_workers, 0, -self.shard_size):
+            for engines in range(self.inference_workers, 0, -1):
+                yield replace(self, inference_workers=engines, learner_workers=learners)
 
 
-def plan_placement(config: Config, *, gpus_here: int | None = None) -> Placement:
-    """Resolve `auto` devices and thread counts. `gpus_here`: GPUs of the cluster, None counts this machine's."""
-    gpus = count_gpus() if gpus_here is None else gpus_here
+def _bundle(device: str) -> Bundle:
+    return {"CPU": CPUS_PER_GPU_WORKER, "GPU": 1} if device == "cuda" else {"CPU": 1}
+
+
+def _take(group: list[Bundle], free: list[dict[str, float]]) -> bool:
+    """Take the group out of the first node that has room for it."""
+    need = {kind: sum(bundle.get(kind, 0) for bundle in group) for kind in ("CPU", "GPU")}
+    for node in free:
+        if all(node[kind] >= need[kind] for kind in need):
+            for kind in need:
+                node[kind] -= need[kind]
+            return True
+    return False
+
+
+def plan_placement(config: Config, nodes: Sequence[Node] | None = None) -> Placement:
+    """Resolve `auto` devices and thread counts. `nodes` of the cluster; None is this machine alone."""
+    nodes = [this_machine()] if nodes is None else nodes
+    gpus = sum(node.gpus for node in nodes)
     inference, learner = config.inference, config.learner
     inference_device = _device(inference.device, gpus)
     learner_device = _device(learner.device, gpus)
@@ -68,10 +143,11 @@ def plan_placement(config: Config, *, gpus_here: int | None = None) -> Placement
         for section, device in ((inference, inference_device), (learner, learner_device))
         if device == "cpu"
     )
-    share = max(1, (os.cpu_count() or 1) // max(1, on_cpu))
+    share = max(1, int(sum(node.cpus for node in nodes)) // max(1, on_cpu))
     return Placement(
         inference_workers=inference.workers,
         learner_workers=learner.workers,
+        shard_size=learner.shard_size or learner.workers,
         inference_device=inference_device,
         learner_device=learner_device,
         inference_threads=inference.threads or (share if inference_device == "cpu" else None),
@@ -79,7 +155,12 @@ def plan_placement(config: Config, *, gpus_here: int | None = None) -> Placement
     )
 
 
-def _device(wanted: Device, gpus: int) -> Literal["cpu", "cuda"]:
+def this_machine(*, cpus: int = 0) -> Node:
+    """`cpus`: at least so many, for a cluster of our own may declare more than there are."""
+    return Node("this machine", max(os.cpu_count() or 1, cpus), count_gpus())
+
+
+def _device(wanted: Device, gpus: float) -> Literal["cpu", "cuda"]:
     if wanted == "auto":
         return "cuda" if gpus > 0 else "cpu"
     return wanted

@@ -8,15 +8,16 @@ import asyncio
 import logging
 import threading
 from collections.abc import Coroutine
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from olmorl.config.dump import dump_toml
 from olmorl.config.schema import Config
 from olmorl.contract.errors import SyncError, WorkerLostError
-from olmorl.controller.cluster import Cluster, check_placement
+from olmorl.controller.cluster import Cluster, cluster_address
 from olmorl.controller.compose import compose, load_inputs
 from olmorl.controller.loop import Batch
-from olmorl.controller.placement import plan_placement
+from olmorl.controller.placement import plan_placement, this_machine
 from olmorl.controller.run_directory import RunDirectory, write_atomically, write_json
 from olmorl.controller.scoring import Scorer
 from olmorl.controller.session import Session
@@ -40,6 +41,7 @@ class Run:
     def __init__(self, config: Config, *, resume: bool = False) -> None:
         self.config = config
         self._resume = resume
+        self._lost_workers = False
         self._directory = RunDirectory(config.run.directory)
         self._open_loop()
         self._cluster: Cluster | None = None
@@ -68,7 +70,7 @@ class Run:
                 log.warning("%s; starting again from the newest checkpoint, %d restarts left", error, restarts_left - 1)
             self.close()
             self._open_loop()
-            self._resume = True
+            self._resume = self._lost_workers = True
         return self._attempt()
 
     def _attempt(self) -> dict[str, Any]:
@@ -93,19 +95,20 @@ class Run:
         assert self._session is None, "start() was called before"
         config, directory = self.config, self._directory
         inputs = load_inputs(config)
-        placement = plan_placement(config)
-        check_placement(placement, address=config.cluster.address)
+        placement, address = plan_placement(config), cluster_address(config.cluster.address)
+        if address is None:
+            placement.check([this_machine(cpus=placement.cpus)])  # CPUs are ours to declare
         self._thread.start()
         self._scorer = self._do(Scorer.start(config.reward, verifiers=inputs.verifiers))
         attempt, checkpoint = directory.prepare(resume=self._resume)
         write_atomically(directory.config_file, dump_toml(config))
-        self._cluster = Cluster(
-            placement,
-            address=config.cluster.address,
-            log_dir=directory.logs(attempt),
-            start_timeout=config.cluster.start_timeout_seconds,
-        )
+        self._cluster = Cluster(address=address, cpus=placement.cpus, log_dir=directory.logs(attempt))
         self._cluster.__enter__()
+        if address is not None:
+            placement = plan_placement(config, self._cluster.nodes())
+        if self._lost_workers:  # those that are left may hold no more; others join as there is room
+            placement = replace(placement, inference_workers=config.cluster.min_inference_workers)
+        self._cluster.reserve(placement, timeout=config.cluster.start_timeout_seconds)
         self._session = self._do(
             compose(
                 config,

@@ -1,9 +1,10 @@
-"""Keeps the inference workers going: notices the lost ones within seconds, replaces them, and ends the run when too few
-are left.
+"""Keeps the inference workers going: notices the lost ones within seconds, replaces them, takes in more as nodes join,
+and ends the run when too few are left.
 
 Whoever sees a worker fail calls `lost`; the first report counts. The worker is killed, so that it cannot wake up and
-answer, its unfinished samples are issued again elsewhere, the sync protocol goes on without it, and a replacement is
-started, stale until it has committed the newest weights.
+answer, its unfinished samples are issued again elsewhere, and the sync protocol goes on without it. Its place is vacant
+then, like those up to inference.max_workers that were never filled: for each vacancy a worker waits until the cluster
+has room, starts, and is stale until it has committed the newest weights.
 """
 
 import asyncio
@@ -22,19 +23,30 @@ class EngineSupervisor:
     def __init__(
         self,
         *,
-        start_engine: Callable[[int], Awaitable[Remote]],
+        spawn_engine: Callable[[], Remote],
+        start_engine: Callable[[Remote], Awaitable[None]],
+        has_node: Callable[[str], bool],
         heartbeat_seconds: float,
         max_restarts: int,
         min_workers: int,
+        patience_seconds: float,
     ) -> None:
-        """`start_engine(slot)` starts a worker where an earlier one of that slot was."""
+        """`spawn_engine()` asks the cluster for a place, `start_engine` makes an engine of the process placed there.
+
+        `has_node(id)`: whether the cluster still has that node. With fewer than `min_workers` for `patience_seconds`
+        the run ends.
+        """
+        self._spawn_engine = spawn_engine
         self._start_engine = start_engine
+        self._has_node = has_node
         self._heartbeat = heartbeat_seconds
         self._max_restarts = max_restarts
         self._min_workers = min_workers
-        self._alive: dict[str, tuple[int, Remote]] = {}
-        self._replacing: set[asyncio.Task[None]] = set()
+        self._patience = patience_seconds
+        self._alive: dict[str, Remote] = {}
+        self._vacancies: set[asyncio.Task[None]] = set()
         self._watching: dict[str, asyncio.Task[None]] = {}
+        self._too_few: asyncio.TimerHandle | None = None
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._service: RolloutService | None = None
         self._sync: WeightSync | None = None
@@ -43,17 +55,25 @@ class EngineSupervisor:
     def attach(self, *, service: RolloutService, sync: WeightSync) -> None:
         self._service, self._sync = service, sync
 
-    async def watch(self, slot: int, engine: Remote) -> None:
+    async def watch(self, engine: Remote) -> None:
         """Take charge of a worker that stands; it serves once it holds the newest weights."""
         assert self._sync is not None, "attach() first"
-        self._alive[engine.name] = (slot, engine)
+        self._alive[engine.name] = engine
         self._watching[engine.name] = asyncio.create_task(self._heartbeats(engine), name=f"heartbeat {engine.name}")
+        if self._too_few is not None and len(self._alive) >= self._min_workers:
+            self._too_few.cancel()
+            self._too_few = None
         await self._sync.add(engine)
+
+    def invite(self, count: int) -> None:
+        """So many more workers join as soon as the cluster has room for them."""
+        for _ in range(count):
+            self._open(self._fill(None))
 
     def lost(self, name: str, reason: str) -> None:
         """Safe to call at any time and more than once."""
-        slot, engine = self._alive.pop(name, (None, None))
-        if slot is None or engine is None:
+        engine = self._alive.pop(name, None)
+        if engine is None:
             return
         assert self._service is not None and self._sync is not None, "attach() first"
         log.warning("%s is lost: %s", name, reason)
@@ -61,39 +81,71 @@ class EngineSupervisor:
         engine.kill()
         self._service.remove_worker(name)
         self._sync.lost(name, reason)
-        self._replace(slot, reason)
+        self._vacate(engine, reason)
 
     async def run(self) -> None:
         """Waits until too few workers are left, and raises; unblocked by `lost`. Runs until cancelled."""
         try:
             await self._failed
         finally:
-            tasks = [*self._watching.values(), *self._replacing]
+            if self._too_few is not None:
+                self._too_few.cancel()
+            tasks = [*self._watching.values(), *self._vacancies]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _replace(self, slot: int, reason: str) -> None:
-        if self.restarts < self._max_restarts:
-            self.restarts += 1
-            task = asyncio.create_task(self._start_replacement(slot))
-            self._replacing.add(task)
-            task.add_done_callback(self._replacing.discard)
-        elif len(self._alive) + len(self._replacing) < self._min_workers and not self._failed.done():
+    def _vacate(self, engine: Remote, reason: str) -> None:
+        """`engine` is gone. Its place is filled again, unless it is one too many that broke on a node that stands."""
+        with_its_node = self._lost_with_its_node(engine)
+        if with_its_node or self.restarts < self._max_restarts:
+            self.restarts += not with_its_node
+            self._open(self._fill(before=None if with_its_node else engine))
+        if len(self._alive) >= self._min_workers:
+            return
+        if len(self._alive) + len(self._vacancies) < self._min_workers:
+            self._give_up(f"no restart is left; the last worker was lost because: {reason}")
+        elif self._too_few is None:
+            waited = f"the cluster had no room for another within {self._patience:g} s; the last was lost: {reason}"
+            self._too_few = asyncio.get_running_loop().call_later(self._patience, self._give_up, waited)
+
+    def _give_up(self, reason: str) -> None:
+        if not self._failed.done():
             self._failed.set_exception(
                 WorkerError(
                     f"{len(self._alive)} inference workers are left after {self.restarts} restarts, fewer than "
-                    f"cluster.min_inference_workers = {self._min_workers}; the last was lost because: {reason}"
+                    f"cluster.min_inference_workers = {self._min_workers}; {reason}"
                 )
             )
 
-    async def _start_replacement(self, slot: int) -> None:
+    def _open(self, vacancy: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(vacancy)
+        self._vacancies.add(task)
+        task.add_done_callback(self._vacancies.discard)
+
+    def _lost_with_its_node(self, engine: Remote) -> bool:
+        """Then it costs no restart: a successor cannot fail for the same reason."""
+        return bool(engine.node) and not self._has_node(engine.node)
+
+    async def _fill(self, before: Remote | None) -> None:
+        """Waits for room in the cluster, as long as it takes; then starts a worker there.
+
+        `before`: the worker whose restart this counts as, unless it turns out by then that its node is gone too.
+        """
+        engine = self._spawn_engine()
         try:
-            engine = await self._start_engine(slot)
-            await self.watch(slot, engine)
+            await engine.placed()
+            self.restarts -= before is not None and self._lost_with_its_node(before)
+            await self._start_engine(engine)
+            log.info("%s joins", engine.name)
+            await self.watch(engine)
         except OlmoRLError as error:
-            log.warning("a replacement for inference worker %d did not start: %s", slot, error)
-            asyncio.get_running_loop().call_soon(self._replace, slot, str(error))
+            log.warning("%s did not start: %s", engine.name, error)
+            if engine.name in self._alive:
+                self.lost(engine.name, str(error))
+            else:
+                engine.kill()
+                asyncio.get_running_loop().call_soon(self._vacate, engine, str(error))  # when this vacancy is closed
 
     async def _heartbeats(self, engine: Remote) -> None:
         try:

@@ -169,6 +169,13 @@ class SyncProtocol:
         self.offered = version
         return self._proceed(now)
 
+    def withdraw(self) -> None:
+        """The sender is about to overwrite what it holds: no transfer begins before the next offer.
+
+        One under way goes on: the sender itself lets it end first.
+        """
+        self.offered = None
+
     def lost(self, member: str, reason: str, *, now: float) -> list[Command]:
         """The process of `member` is known to be gone."""
         if member == SENDER:
@@ -280,7 +287,10 @@ class SyncProtocol:
         return [Join(self.epoch, (SENDER, *self._engines))]
 
     def _transfer(self, now: float) -> list[Command]:
-        assert self.offered is not None and self._group is not None, "nothing to send, or nobody to send it to"
+        assert self._group is not None, "nobody to send it to"
+        if self.offered is None:  # withdrawn while the group formed
+            self.phase = Phase.IDLE
+            return []
         self._version = self.offered
         self._targets = {engine for engine in self._group if self.serving.get(engine) != self._version}
         self._enter(Phase.SENDING, (SENDER, *self._group), now)

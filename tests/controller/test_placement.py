@@ -5,53 +5,78 @@ import pytest
 
 from olmorl.config.schema import Config
 from olmorl.contract.errors import PlacementError
-from olmorl.controller.cluster import check_placement
-from olmorl.controller.placement import count_gpus, plan_placement
+from olmorl.controller.placement import Node, count_gpus, plan_placement, this_machine
 
 MakeConfig = Callable[..., Config]
 
 
 def test_auto_takes_gpus_where_there_are_some(quickstart_config: MakeConfig) -> None:
-    placement = plan_placement(quickstart_config("inference.workers=2"), gpus_here=3)
+    placement = plan_placement(quickstart_config("inference.workers=2"), [Node("head", 8), Node("a", 8, 3)])
     assert (placement.inference_device, placement.learner_device) == ("cuda", "cuda")
     assert (placement.cpus, placement.gpus) == (3, 3)
     assert placement.inference_threads is None
-    assert plan_placement(quickstart_config(), gpus_here=0).inference_device == "cpu"
+    assert plan_placement(quickstart_config(), [Node("a", 8)]).inference_device == "cpu"
 
 
 def test_a_device_that_is_named_is_taken(quickstart_config: MakeConfig) -> None:
-    placement = plan_placement(quickstart_config("learner.device=cpu"), gpus_here=2)
-    assert placement.bundles == [{"CPU": 1, "GPU": 1}, {"CPU": 1}]
-    assert placement.names == ["inference-0", "learner-0"]
+    placement = plan_placement(quickstart_config("learner.device=cpu"), [Node("a", 8, 2)])
+    assert placement.engine_bundles == [{"CPU": 1, "GPU": 1}]
+    assert placement.learner_bundles == [[{"CPU": 1}]]
 
 
-def test_cpu_workers_share_the_cores(quickstart_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: 9)
-    placement = plan_placement(quickstart_config("inference.workers=3", "learner.threads=2"), gpus_here=0)
+def test_learners_that_share_a_copy_are_placed_together(quickstart_config: MakeConfig) -> None:
+    placement = plan_placement(quickstart_config("learner.workers=8", "learner.shard_size=4"), [Node("a", 8, 16)])
+    assert [len(group) for group in placement.learner_bundles] == [4, 4]
+    assert len(plan_placement(quickstart_config("learner.workers=8"), [Node("a", 8)]).learner_bundles) == 1
+
+
+def test_cpu_workers_share_the_cores(quickstart_config: MakeConfig) -> None:
+    placement = plan_placement(quickstart_config("inference.workers=3", "learner.threads=2"), [Node("a", 9)])
     assert (placement.inference_threads, placement.learner_threads) == (2, 2)
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    assert plan_placement(quickstart_config("inference.workers=3"), gpus_here=0).inference_threads == 1
+    assert plan_placement(quickstart_config("inference.workers=3"), [Node("a", 2)]).inference_threads == 1
 
 
-def test_check_says_what_is_missing(quickstart_config: MakeConfig) -> None:
-    placement = plan_placement(quickstart_config("inference.workers=4"), gpus_here=8)
-    placement.check({"CPU": 5, "GPU": 5})
-    with pytest.raises(PlacementError, match=r"needs 5 GPUs .*4 inference x cuda, 1 learner.* has 2: 3 missing"):
-        placement.check({"CPU": 64, "GPU": 2})
-    with pytest.raises(PlacementError, match="needs 5 CPUs"):
-        placement.check({"GPU": 8})
+def test_check_says_what_is_missing_and_what_would_fit(quickstart_config: MakeConfig) -> None:
+    placement = plan_placement(quickstart_config("inference.workers=4", "learner.workers=2"), [Node("a", 8, 8)])
+    placement.check([Node("a", 5, 5), Node("b", 2, 1)])
+    nodes = [
+        Node.of("10.0.0.1", {"CPU": 64.0, "GPU": 2.0, "accelerator_type:H100": 1.0}),
+        Node("10.0.0.2", 1, 1, "A100"),
+    ]
+    with pytest.raises(PlacementError) as caught:
+        placement.check(nodes)
+    assert str(caught.value) == (
+        "this run needs 6 GPUs (4 inference x cuda, 2 learner x cuda: 6 CPU, 6 GPU) and the cluster has 3: 3 missing. "
+        "Nodes: 10.0.0.1 (64 CPU, 2 H100); 10.0.0.2 (1 CPU, 1 A100). "
+        "Add nodes, or take the nearest that fits: inference.workers = 1, learner.workers = 2"
+    )
+    with pytest.raises(PlacementError, match=r"needs 6 CPUs .*learner.workers = 2"):
+        placement.check([Node("a", 5, 8)])
+    with pytest.raises(PlacementError, match="no smaller run fits either"):
+        placement.check([Node("a", 9, 1)])
 
 
-def test_what_this_machine_cannot_hold_is_refused_before_a_cluster_starts(
+def test_what_lies_in_pieces_does_not_fit(quickstart_config: MakeConfig) -> None:
+    """Enough GPUs and enough CPUs, but not on the same machine."""
+    placement = plan_placement(quickstart_config(), [Node("a", 8, 8)])
+    with pytest.raises(PlacementError, match="which no node has in one piece"):
+        placement.check([Node("a", 1, 8), Node("b", 8)])
+
+
+def test_workers_without_a_gpu_leave_room_to_those_with_one(quickstart_config: MakeConfig) -> None:
+    placement = plan_placement(quickstart_config("inference.workers=2", "learner.device=cpu"), [Node("a", 8, 8)])
+    placement.check([Node("a", 2, 2), Node("b", 1)])
+
+
+def test_what_this_machine_cannot_hold_is_refused(
     quickstart_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    wanted = plan_placement(quickstart_config("inference.device=cuda"))
-    with pytest.raises(PlacementError, match="1 missing"):
-        check_placement(wanted, address=None)
-    check_placement(wanted, address="10.0.0.1:6379")
-    check_placement(plan_placement(quickstart_config("inference.workers=64")), address=None)
+    with pytest.raises(PlacementError, match=r"1 missing.*set inference.device and learner.device to 'cpu'"):
+        plan_placement(quickstart_config("inference.device=cuda")).check([this_machine()])
+    many = plan_placement(quickstart_config("inference.workers=64"))
+    many.check([this_machine(cpus=many.cpus)])
+    assert this_machine().cpus == os.cpu_count()
 
 
 @pytest.mark.parametrize(("visible", "count"), [("", 0), ("-1", 0), ("0,1", 2), ("GPU-8a,", 1)])
