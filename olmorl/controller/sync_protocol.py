@@ -167,6 +167,7 @@ class SyncProtocol:
         """The sender holds `version` from now on."""
         assert self.offered is None or version > self.offered, f"version {version} was offered after {self.offered}"
         self.offered = version
+        self._attempt = min(self._attempt, 1)  # those that failed were at another version
         return self._proceed(now)
 
     def withdraw(self) -> None:

@@ -1,0 +1,167 @@
+"""Small runs on a Ray cluster of several nodes: hosts made of namespaces, or plain processes."""
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import psutil
+import pytest
+
+from olmorl.metrics.jsonl_sink import read_metrics
+from olmorl.metrics.rollout_log import RolloutRow, read_rollouts
+
+ROOT = Path(__file__).parents[2]
+SMALL = (
+    "run.name=run",
+    "rollout.prompts_per_step=2",
+    "rollout.samples_per_prompt=4",
+    "inference.max_num_seqs=3",
+    "inference.kv_cache_tokens=2048",
+    "inference.threads=1",
+    "learner.threads=1",
+    "optim.warmup_steps=0",
+    "eval.data=none",
+    "sync.canary_sequences=4",
+    "checkpoint.export=false",
+    "logging.wandb=disabled",
+)
+DEADLINE_SECONDS = 240.0
+
+
+@dataclass
+class Run:
+    """`olmorl train` in `folder`, started by whatever starts processes on the right host."""
+
+    folder: Path
+    spawn: Callable[..., subprocess.Popen[bytes]]
+    process: subprocess.Popen[bytes] | None = None
+    settings: tuple[str, ...] = field(default_factory=tuple)
+
+    @property
+    def directory(self) -> Path:
+        return self.folder / "outputs" / "run"
+
+    def start(self, *settings: str, resume: bool = False) -> None:
+        self.settings = settings
+        command = [
+            sys.executable,
+            "-m",
+            "olmorl",
+            "train",
+            str(ROOT / "configs" / "quickstart.toml"),
+            *SMALL,
+            *settings,
+        ]
+        with open(self.folder / "said", "ab") as said:
+            self.process = self.spawn(
+                command + ["--resume"] * resume, cwd=self.folder, stdout=said, stderr=said, start_new_session=True
+            )
+
+    def end(self, *, code: int = 0) -> None:
+        assert self.process is not None, "start() first"
+        try:
+            self.process.wait(timeout=DEADLINE_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"it does not end\n{self.said()}") from None
+        assert self.process.returncode == code, self.said()
+
+    def stop(self) -> None:
+        """Ctrl-C, as a test that failed leaves it."""
+        if self.process is not None and self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGINT)
+            self.process.wait(timeout=60)
+
+    def wait_for(self, what: Callable[[], bool]) -> None:
+        assert self.process is not None, "start() first"
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while not what():
+            assert self.process.poll() is None, self.said()
+            assert time.monotonic() < deadline, self.said()
+            time.sleep(0.05)
+
+    def steps(self) -> int:
+        file = self.directory / "metrics.jsonl"
+        return file.read_text().count("\n") if file.exists() else 0
+
+    def worker(self, name: str) -> psutil.Process | None:
+        """Its process, found by the log file that it writes."""
+        for process in psutil.process_iter():
+            try:
+                if process.name().startswith("ray::") and any(
+                    Path(f.path).stem == name and Path(f.path).is_relative_to(self.folder) for f in process.open_files()
+                ):
+                    return process
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue
+        return None
+
+    def rollouts(self) -> list[RolloutRow]:
+        files = sorted((self.directory / "rollouts").glob("step_*.parquet"))
+        return [row for file in files for row in read_rollouts(file)]
+
+    def said(self) -> str:
+        logs = sorted(self.directory.glob("logs/attempt_*/*.log"))
+        return (self.folder / "said").read_text() + "".join(f"--- {log}\n{log.read_text()[-2000:]}" for log in logs)
+
+    def assert_well(self, steps: int) -> None:
+        """It ended as if nothing had happened: one row a step, one fate a sample, one model in engines and learners."""
+        rows = list(read_metrics(self.directory / "metrics.jsonl"))
+        assert [row["progress/step"] for row in rows] == list(range(steps + 1)), self.said()
+        for row in rows:
+            assert row["canary/checksum_ok"] == 1 and row["canary/logprob_abs_diff_mean"] < 1e-4, row
+        samples = Counter(row.rollout_id for row in self.rollouts())
+        assert set(samples.values()) == {1}, "a sample met two fates"
+        groups = Counter(row.prompt_id for row in self.rollouts())
+        assert set(groups.values()) == {4}, "a sample of a group is missing"
+        assert sum(row.fate == "trained" for row in self.rollouts()) == 8 * steps
+
+
+def load_hosts() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("hosts", ROOT / "launch" / "hosts.py")
+    assert spec is not None and spec.loader is not None
+    module = sys.modules["hosts"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@dataclass
+class OnHosts(Run):
+    hosts: Any = None
+
+    def host_of(self, name: str) -> int:
+        """Index of the host that the worker is on."""
+        process = self.worker(name)
+        assert process is not None, f"no {name}\n{self.said()}"
+        network = os.readlink(f"/proc/{process.pid}/ns/net")
+        networks = [os.readlink(f"/proc/{self.hosts[i].pid}/ns/net") for i in range(len(self.hosts))]
+        return networks.index(network)
+
+
+@pytest.fixture
+def on_hosts(tmp_path: Path) -> Iterator[Callable[[Sequence[int]], OnHosts]]:
+    """Makes hosts that offer so many CPUs each, and a run whose driver is on the first."""
+    module = load_hosts()
+    if reason := module.why_not():
+        pytest.skip(reason)
+    made: list[OnHosts] = []
+
+    def make(cpus: Sequence[int]) -> OnHosts:
+        hosts = module.Hosts(cpus, folder=tmp_path / "hosts").__enter__()
+        made.append(OnHosts(tmp_path, lambda command, **options: hosts.run(0, command, **options), hosts=hosts))
+        return made[-1]
+
+    yield make
+    for run in made:
+        try:
+            run.stop()
+        finally:
+            run.hosts.__exit__()
