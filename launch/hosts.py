@@ -135,15 +135,16 @@ class Hosts:
         ray_files = self._folder / host.name
         ray_files.mkdir(parents=True, exist_ok=True)
         Path("/tmp/ray").mkdir(exist_ok=True)
-        _inside(
+        _enter(
             pid,
+            ("--net", "--uts", "--mount"),
             f"hostname {host.name} && ip link set lo up && ip address add {host.address}/24 dev eth0 && "
             f"ip link set eth0 up && mount --bind {shlex.quote(str(ray_files))} /tmp/ray",
         )
 
     def _on_switch(self, script: str) -> None:
         assert self._switch is not None, "there is no switch yet"
-        _inside(self._switch[1], script)
+        _enter(self._switch[1], ("--net",), script)
 
     def _wait(self, started: subprocess.Popen[Any]) -> None:
         output, _ = started.communicate(timeout=START_SECONDS)
@@ -165,7 +166,9 @@ def why_not() -> str | None:
 
 def _isolated() -> tuple[subprocess.Popen[bytes], int]:
     """A process in namespaces of its own, and the id of the first process inside. It dies with this one."""
-    holder = subprocess.Popen(["setpriv", "--pdeathsig=KILL", *ISOLATE, "sh", "-c", INIT], stdin=subprocess.DEVNULL)
+    command = ["setpriv", "--pdeathsig=KILL", *ISOLATE, "sh", "-c", INIT]
+    # On its end unshare complains of a signal mask, whatever happened.
+    holder = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     children = Path(f"/proc/{holder.pid}/task/{holder.pid}/children")
     while not (found := children.read_text().split()) or not _is_shell(int(found[0])):
         if holder.poll() is not None:
@@ -187,8 +190,8 @@ def _end(holder: subprocess.Popen[bytes], pid: int) -> None:
     holder.wait()
 
 
-def _inside(pid: int, script: str) -> None:
-    command = ["nsenter", f"--target={pid}", "--net", "--uts", "--mount", "--pid", "sh", "-c", script]
+def _enter(pid: int, namespaces: Sequence[str], script: str) -> None:
+    command = ["nsenter", f"--target={pid}", *namespaces, "sh", "-c", script]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         raise RuntimeError(f"{script}: {done.stderr.strip()}")

@@ -318,8 +318,10 @@ class LoggingSection(Section):
 class ClusterSection(Section):
     address: str | None = None
     """address of a running Ray cluster; None takes RAY_ADDRESS, else starts one on this machine"""
+    nodes: int = Field(1, ge=1)
+    """a run begins when so many have joined the cluster"""
     start_timeout_seconds: float = Field(300.0, gt=0)
-    """how long workers may take to start"""
+    """how long nodes may take to join, and workers to start"""
     heartbeat_seconds: float = Field(10.0, gt=0)
     """a worker that is silent for so long is lost: an inference worker is replaced, a learner starts the run again"""
     max_restarts: int = Field(8, ge=0)

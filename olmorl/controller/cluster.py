@@ -213,7 +213,7 @@ class Cluster:
         try:
             with _interrupts_deferred():
                 ray.init(
-                    address=self._address,
+                    address=self._address or "local",  # without a word Ray would join what runs on this machine
                     num_cpus=None if joins else max(os.cpu_count() or 1, self._cpus),
                     include_dashboard=None if joins else False,
                     log_to_driver=False,
@@ -239,6 +239,17 @@ class Cluster:
         import ray
 
         return any(node["Alive"] and node["NodeID"] == node_id for node in ray.nodes())
+
+    def wait_for_nodes(self, count: int, *, timeout: float) -> None:
+        """Until the cluster has so many. Raises PlacementError after `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        while len(nodes := self.nodes()) < count:
+            if time.monotonic() > deadline:
+                raise PlacementError(
+                    f"{len(nodes)} of cluster.nodes = {count} nodes joined within {timeout:g} s: "
+                    f"{'; '.join(map(str, nodes))}. See why the others did not, or lower cluster.nodes"
+                )
+            time.sleep(POLL_SECONDS)
 
     def reserve(self, placement: Placement, *, timeout: float) -> None:
         """Hold what the workers need. Raises PlacementError if the cluster cannot, or does not within `timeout` s."""

@@ -105,6 +105,8 @@ class Run:
         self._cluster = Cluster(address=address, cpus=placement.cpus, log_dir=directory.logs(attempt))
         self._cluster.__enter__()
         if address is not None:
+            if not self._lost_workers:
+                self._cluster.wait_for_nodes(config.cluster.nodes, timeout=config.cluster.start_timeout_seconds)
             placement = plan_placement(config, self._cluster.nodes())
         if self._lost_workers:  # those that are left may hold no more; others join as there is room
             placement = replace(placement, inference_workers=config.cluster.min_inference_workers)

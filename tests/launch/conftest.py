@@ -74,8 +74,8 @@ class Run:
             raise AssertionError(f"it does not end\n{self.said()}") from None
         assert self.process.returncode == code, self.said()
 
-    def stop(self) -> None:
-        """Ctrl-C, as a test that failed leaves it."""
+    def interrupt(self) -> None:
+        """Ctrl-C, unless it has ended."""
         if self.process is not None and self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGINT)
             self.process.wait(timeout=60)
@@ -104,9 +104,17 @@ class Run:
                 continue
         return None
 
+    def metrics(self) -> list[dict[str, float]]:
+        return list(read_metrics(self.directory / "metrics.jsonl"))
+
     def rollouts(self) -> list[RolloutRow]:
-        files = sorted((self.directory / "rollouts").glob("step_*.parquet"))
-        return [row for file in files for row in read_rollouts(file)]
+        return [row for file in self._rollout_files() for row in read_rollouts(file)]
+
+    def newest_rollouts(self) -> list[RolloutRow]:
+        return read_rollouts(self._rollout_files()[-1])
+
+    def _rollout_files(self) -> list[Path]:
+        return sorted((self.directory / "rollouts").glob("step_*.parquet"))
 
     def said(self) -> str:
         logs = sorted(self.directory.glob("logs/attempt_*/*.log"))
@@ -114,7 +122,7 @@ class Run:
 
     def assert_well(self, steps: int) -> None:
         """It ended as if nothing had happened: one row a step, one fate a sample, one model in engines and learners."""
-        rows = list(read_metrics(self.directory / "metrics.jsonl"))
+        rows = self.metrics()
         assert [row["progress/step"] for row in rows] == list(range(steps + 1)), self.said()
         for row in rows:
             assert row["canary/checksum_ok"] == 1 and row["canary/logprob_abs_diff_mean"] < 1e-4, row
@@ -123,6 +131,20 @@ class Run:
         groups = Counter(row.prompt_id for row in self.rollouts())
         assert set(groups.values()) == {4}, "a sample of a group is missing"
         assert sum(row.fate == "trained" for row in self.rollouts()) == 8 * steps
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    """A run whose processes are started by the function given."""
+    made: list[Run] = []
+
+    def make(spawn: Callable[..., subprocess.Popen[bytes]]) -> Run:
+        made.append(Run(tmp_path, spawn))
+        return made[-1]
+
+    yield make
+    for run in made:
+        run.interrupt()
 
 
 def load_hosts() -> ModuleType:
@@ -162,6 +184,6 @@ def on_hosts(tmp_path: Path) -> Iterator[Callable[[Sequence[int]], OnHosts]]:
     yield make
     for run in made:
         try:
-            run.stop()
+            run.interrupt()
         finally:
             run.hosts.__exit__()
