@@ -8,6 +8,7 @@ from olmorl.cli.shadowed import find_shadowed
 from olmorl.config.load import load_config
 from olmorl.config.schema import Config, SourceSection
 from olmorl.contract.errors import ConfigError, DataError, ModelError, PlacementError
+from olmorl.controller.cluster import cluster_address
 from olmorl.controller.placement import plan_placement, this_machine
 from olmorl.data.source import read_source
 
@@ -25,7 +26,8 @@ def check_run(config_path: Path) -> Iterator[Finding]:
         yield check_data(source)
     if config.eval.data is not None:
         yield check_data(SourceSection(path=config.eval.data))
-    yield _placement(config)
+    if cluster_address(config.cluster.address) is None:
+        yield _placement(config)
 
 
 def check_model(path: str) -> Finding:
@@ -61,8 +63,6 @@ def check_data(source: SourceSection) -> Finding:
 
 def _placement(config: Config) -> Finding:
     placement = plan_placement(config)
-    if config.cluster.address is not None:
-        return Finding("ok", f"placement: {placement.describe()} (on the cluster at {config.cluster.address})")
     try:
         placement.check([this_machine(cpus=placement.cpus)])
     except PlacementError as error:

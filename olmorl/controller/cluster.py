@@ -134,7 +134,7 @@ class Reservation:
 class Remote:
     """The driver's handle on one worker process."""
 
-    def __init__(self, name: str, actor: Any, reservation: Reservation) -> None:
+    def __init__(self, name: str, actor: Any, reservation: Reservation | None) -> None:
         self.name = name
         self.node = ""
         """id of the cluster's node that it is on, once it is placed"""
@@ -146,7 +146,8 @@ class Remote:
         import ray
 
         ray.kill(self._actor)
-        self._reservation.release()
+        if self._reservation is not None:
+            self._reservation.release()
 
     async def placed(self) -> None:
         """Wait until the cluster has room for the process and it runs: as long as that takes."""
@@ -233,7 +234,11 @@ class Cluster:
         """Those that are alive, with all they have, in use or not."""
         import ray
 
-        return [Node.of(node["NodeManagerAddress"], node["Resources"]) for node in ray.nodes() if node["Alive"]]
+        return [
+            Node.of(node["NodeManagerAddress"], node["Resources"], id=node["NodeID"])
+            for node in ray.nodes()
+            if node["Alive"]
+        ]
 
     def has_node(self, node_id: str) -> bool:
         import ray
@@ -271,23 +276,31 @@ class Cluster:
     def spawn_learner(self, name: str) -> Remote:
         """In one of the places reserved. Call it for each rank in turn: ranks of a shard group are side by side."""
         reservation, index = self._for_learners.pop(0)
-        return self._spawn(name, reservation, index)
+        return self._spawn(name, reservation.options(index), reservation)
 
     def spawn_engine(self, name: str, bundles: list[Bundle]) -> Remote:
         """In a place reserved, or in another as soon as the cluster has room; `Remote.placed` waits for that."""
         reservation = self._for_engines.pop(0) if self._for_engines else self._reserve(bundles)
-        return self._spawn(name, reservation, 0)
+        return self._spawn(name, reservation.options(0), reservation)
+
+    def spawn_on(self, node: Node, name: str) -> Remote:
+        """A process on that node that takes none of its resources."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        return self._spawn(
+            name, {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node.id, soft=False)}
+        )
 
     def _reserve(self, bundles: list[Bundle]) -> Reservation:
         self._reservations.append(Reservation(bundles))
         return self._reservations[-1]
 
-    def _spawn(self, name: str, reservation: Reservation, index: int) -> Remote:
+    def _spawn(self, name: str, options: dict[str, Any], reservation: Reservation | None = None) -> Remote:
         import ray
 
         actor = (
             ray.remote(WorkerProcess)
-            .options(max_concurrency=THREADS_PER_WORKER, **reservation.options(index))
+            .options(max_concurrency=THREADS_PER_WORKER, **options)
             .remote(str(self._log_dir / f"{name}.log"))
         )
         self._actors.append(actor)

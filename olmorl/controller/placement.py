@@ -23,12 +23,14 @@ class Node:
     cpus: float
     gpus: float = 0
     gpu_type: str | None = None
+    id: str = ""
+    """in the cluster"""
 
     @classmethod
-    def of(cls, name: str, resources: Mapping[str, float]) -> "Node":
+    def of(cls, name: str, resources: Mapping[str, float], *, id: str = "") -> "Node":
         """From resources under Ray's names."""
         types = [key.removeprefix(ACCELERATOR) for key in resources if key.startswith(ACCELERATOR)]
-        return cls(name, resources.get("CPU", 0), resources.get("GPU", 0), types[0] if types else None)
+        return cls(name, resources.get("CPU", 0), resources.get("GPU", 0), types[0] if types else None, id)
 
     def __str__(self) -> str:
         gpus = f", {self.gpus:g} {self.gpu_type or 'GPU'}" if self.gpus else ""
