@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 import olmorl
+from learner.store import open_store
 from olmorl.cli.finding import Finding
 from olmorl.cli.machine_checks import check_machine
 from olmorl.cli.package_checks import check_packages
@@ -60,7 +61,7 @@ class NodeProbe:
 
     def host_store(self, host: str) -> int:
         """On rank 0: open the store where the probes meet, at this node's address; returns its port."""
-        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        self._store = open_store(host)
         return self._store.port
 
     def join(self, host: str, port: int) -> None:

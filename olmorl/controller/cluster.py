@@ -21,11 +21,13 @@ from typing import Any
 
 import psutil
 
+import olmorl
 from olmorl.contract.errors import OlmoRLError, PlacementError, WorkerError, WorkerLostError
 from olmorl.controller.placement import Bundle, Node, Placement
 
 log = logging.getLogger(__name__)
 
+PACKAGES = ("olmorl", "inference", "learner")
 THREADS_PER_WORKER = 16  # calls one worker answers at once; most of them wait
 POLL_SECONDS = 1.0
 
@@ -219,7 +221,7 @@ class Cluster:
                     include_dashboard=None if joins else False,
                     log_to_driver=False,
                     logging_level=logging.ERROR,
-                    runtime_env={"env_vars": {"OMP_WAIT_POLICY": "passive", "TOKENIZERS_PARALLELISM": "false"}},
+                    runtime_env=_runtime_env(ship_source=joins),
                 )
         except ConnectionError as error:
             raise PlacementError(f"no Ray cluster answers at {self._address}: {error}") from None
@@ -316,6 +318,15 @@ class Cluster:
         for reservation in self._reservations:
             reservation.release()
         ray.shutdown()
+
+
+def _runtime_env(*, ship_source: bool) -> dict[str, Any]:
+    """Of all workers. Our packages go to other machines as they are here, once to each node."""
+    source = Path(olmorl.__file__).resolve().parents[1]
+    return {
+        "env_vars": {"OMP_WAIT_POLICY": "passive", "TOKENIZERS_PARALLELISM": "false"},
+        **({"py_modules": [str(source / name) for name in PACKAGES]} if ship_source else {}),
+    }
 
 
 @contextlib.contextmanager

@@ -9,6 +9,8 @@ import logging
 import threading
 from collections.abc import Coroutine
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from olmorl.config.dump import dump_toml
@@ -17,10 +19,11 @@ from olmorl.contract.errors import SyncError, WorkerLostError
 from olmorl.controller.cluster import Cluster, cluster_address
 from olmorl.controller.compose import compose, load_inputs
 from olmorl.controller.loop import Batch
-from olmorl.controller.placement import plan_placement, this_machine
+from olmorl.controller.placement import Placement, plan_placement, this_machine
 from olmorl.controller.run_directory import RunDirectory, write_atomically, write_json
 from olmorl.controller.scoring import Scorer
 from olmorl.controller.session import Session
+from olmorl.controller.stage import Stage, stage
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -95,35 +98,46 @@ class Run:
         assert self._session is None, "start() was called before"
         config, directory = self.config, self._directory
         inputs = load_inputs(config)
-        placement, address = plan_placement(config), cluster_address(config.cluster.address)
+        address = cluster_address(config.cluster.address)
         if address is None:
-            placement.check([this_machine(cpus=placement.cpus)])  # CPUs are ours to declare
+            here = plan_placement(config)
+            here.check([this_machine(cpus=here.cpus)])  # CPUs are ours to declare
         self._thread.start()
         self._scorer = self._do(Scorer.start(config.reward, verifiers=inputs.verifiers))
         attempt, checkpoint = directory.prepare(resume=self._resume)
         write_atomically(directory.config_file, dump_toml(config))
-        self._cluster = Cluster(address=address, cpus=placement.cpus, log_dir=directory.logs(attempt))
-        self._cluster.__enter__()
-        if address is not None:
-            if not self._lost_workers:
-                self._cluster.wait_for_nodes(config.cluster.nodes, timeout=config.cluster.start_timeout_seconds)
-            placement = plan_placement(config, self._cluster.nodes())
-        if self._lost_workers:  # those that are left may hold no more; others join as there is room
-            placement = replace(placement, inference_workers=config.cluster.min_inference_workers)
-        self._cluster.reserve(placement, timeout=config.cluster.start_timeout_seconds)
-        self._session = self._do(
-            compose(
-                config,
-                inputs=inputs,
-                directory=directory,
-                attempt=attempt,
-                checkpoint=checkpoint,
-                cluster=self._cluster,
-                placement=placement,
-                scorer=self._scorer,
+        tell = partial(stage, told=address is not None)
+        cluster, placement = self._open_cluster(address, directory.logs(attempt), tell=tell)
+        with tell("workers load the model", seconds=config.cluster.start_timeout_seconds):
+            self._session = self._do(
+                compose(
+                    config,
+                    inputs=inputs,
+                    directory=directory,
+                    attempt=attempt,
+                    checkpoint=checkpoint,
+                    cluster=cluster,
+                    placement=placement,
+                    scorer=self._scorer,
+                )
             )
-        )
-        self._do(self._session.start())
+        with tell("the engines take the learners' weights", seconds=config.sync.timeout_seconds):
+            self._do(self._session.start())
+
+    def _open_cluster(self, address: str | None, log_dir: Path, *, tell: Stage) -> tuple[Cluster, Placement]:
+        """Start it or join it, and hold what the workers need there."""
+        config, seconds = self.config, self.config.cluster.start_timeout_seconds
+        cluster = self._cluster = Cluster(address=address, cpus=plan_placement(config).cpus, log_dir=log_dir)
+        cluster.__enter__()
+        if not self._lost_workers:
+            with tell(f"{config.cluster.nodes} nodes join", seconds=seconds):
+                cluster.wait_for_nodes(config.cluster.nodes, timeout=seconds)
+        placement = plan_placement(config, None if address is None else cluster.nodes())
+        if self._lost_workers:  # what is left may hold no more; others join as there is room
+            placement = replace(placement, inference_workers=config.cluster.min_inference_workers)
+        with tell(f"room for {placement.describe()}", seconds=seconds):
+            cluster.reserve(placement, timeout=seconds)
+        return cluster, placement
 
     @property
     def version(self) -> int:
