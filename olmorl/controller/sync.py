@@ -124,7 +124,6 @@ class WeightSync:
     async def snapshot(self, version: int) -> None:
         """Collective over the learners; afterwards they may train on. The canary is scored on the same weights."""
         deadline = self._section.timeout_seconds
-        self._protocol.withdraw()  # a newcomer that joins now gets the next version
         await _all(self._learners, "gather_update", version, timeout=deadline)
         if self._canary is not None:
             scores = await _all(self._learners, "score", self._canary, timeout=deadline)

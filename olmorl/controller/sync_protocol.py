@@ -167,15 +167,7 @@ class SyncProtocol:
         """The sender holds `version` from now on."""
         assert self.offered is None or version > self.offered, f"version {version} was offered after {self.offered}"
         self.offered = version
-        self._attempt = min(self._attempt, 1)  # those that failed were at another version
         return self._proceed(now)
-
-    def withdraw(self) -> None:
-        """The sender is about to overwrite what it holds: no transfer begins before the next offer.
-
-        One under way goes on: the sender itself lets it end first.
-        """
-        self.offered = None
 
     def lost(self, member: str, reason: str, *, now: float) -> list[Command]:
         """The process of `member` is known to be gone."""
@@ -288,10 +280,7 @@ class SyncProtocol:
         return [Join(self.epoch, (SENDER, *self._engines))]
 
     def _transfer(self, now: float) -> list[Command]:
-        assert self._group is not None, "nobody to send it to"
-        if self.offered is None:  # withdrawn while the group formed
-            self.phase = Phase.IDLE
-            return []
+        assert self.offered is not None and self._group is not None, "nothing to send, or nobody to send it to"
         self._version = self.offered
         self._targets = {engine for engine in self._group if self.serving.get(engine) != self._version}
         self._enter(Phase.SENDING, (SENDER, *self._group), now)

@@ -49,7 +49,6 @@ class World:
     inbox: list[tuple] = field(default_factory=list)  # reports on their way to the driver
     work: list[tuple] = field(default_factory=list)  # commands on their way to a member
     joining: dict[int, set[str]] = field(default_factory=dict)
-    gathered: int | None = None  # the version that lies in the sender's buckets
     evicted: set[str] = field(default_factory=set)
     live: list[int] = field(default_factory=list)
     gave_up: str | None = None
@@ -99,7 +98,7 @@ class World:
         elif kind == "transfer":
             _, epoch, version, engines = job
             party = [SENDER, *engines]
-            if self.gathered == version and all(self.well(m) and self.members[m].epoch == epoch for m in party):
+            if all(self.well(m) and self.members[m].epoch == epoch for m in party):
                 self.inbox.append(("sent", epoch))
                 for engine in engines:
                     self.members[engine].staged = version
@@ -150,19 +149,6 @@ class World:
         self.members[name] = Member()
         self.carry_out(self.protocol.add(name, now=self.now))
 
-    def gather(self, version: int) -> None:
-        """The learner has trained a step and overwrites what it sent before, maybe while a newcomer joins."""
-        self.protocol.withdraw()
-        self.gathered = version
-
-    def offer(self) -> None:
-        assert self.gathered is not None
-        self.carry_out(self.protocol.offer(self.gathered, now=self.now))
-
-    def publish(self, version: int) -> None:
-        self.gather(version)
-        self.offer()
-
     def settle(self) -> None:
         """No more faults: everything on its way arrives, and deadlines pass, until nothing is left to happen."""
         for name, member in self.members.items():
@@ -194,7 +180,7 @@ def run_schedule(data: st.DataObject) -> None:
     for _ in range(data.draw(st.integers(5, 60))):
         if world.gave_up is not None:
             break
-        moves = ["time", "gather", "add", "break"] + ["offer"] * (protocol.offered != world.gathered)
+        moves = ["time", "offer", "add", "break"]
         moves += ["work"] * 4 * bool(world.work) + ["deliver"] * 4 * bool(world.inbox)
         move = data.draw(st.sampled_from(moves))
         if move == "work":
@@ -209,11 +195,9 @@ def run_schedule(data: st.DataObject) -> None:
             world.now += data.draw(st.sampled_from([0.1, 3.0, 12.0, 25.0]))
             punctual = False
             world.carry_out(protocol.tick(now=world.now))
-        elif move == "gather":
-            versions += data.draw(st.integers(1, 2))  # versions may be skipped
-            world.gather(versions)
         elif move == "offer":
-            world.offer()
+            versions += data.draw(st.integers(1, 2))  # versions may be skipped
+            world.carry_out(protocol.offer(versions, now=world.now))
         elif move == "add" and engines < 6:
             world.add(f"engine-{engines}")
             engines += 1
@@ -227,12 +211,8 @@ def run_schedule(data: st.DataObject) -> None:
                 if victim.fate != "dead":
                     victim.fate = fate
         check_beliefs(world)
-    if protocol.offered != world.gathered and world.gave_up is None:
-        world.offer()
     world.settle()
     check_beliefs(world)
-    if punctual and not disturbed:
-        assert world.gave_up is None, "nothing was wrong, and yet it gave up"
     if punctual:
         assert world.evicted <= disturbed, "an engine that did everything in time was evicted"
     if world.gave_up is None:
@@ -280,7 +260,7 @@ def quiet_world(num_engines: int) -> World:
 def test_a_quiet_update_forms_once_and_goes_live() -> None:
     world = quiet_world(2)
     for version in (0, 1, 2):
-        world.publish(version)
+        world.carry_out(world.protocol.offer(version, now=0.0))
         world.settle()
     assert world.live == [0, 1, 2]
     assert world.protocol.epoch == 1
@@ -289,18 +269,18 @@ def test_a_quiet_update_forms_once_and_goes_live() -> None:
 
 def test_versions_may_be_skipped() -> None:
     world = quiet_world(1)
-    world.publish(0)
-    world.publish(3)  # offered while 0 is being sent
+    world.carry_out(world.protocol.offer(0, now=0.0))
+    world.carry_out(world.protocol.offer(3, now=0.0))  # offered while 0 is being sent
     world.settle()
     assert world.protocol.serving == {"engine-0": 3}
 
 
 def test_an_engine_that_hangs_in_a_broadcast_is_evicted_and_the_others_go_on() -> None:
     world = quiet_world(3)
-    world.publish(0)
+    world.carry_out(world.protocol.offer(0, now=0.0))
     world.settle()
     world.members["engine-1"].fate = "hung"
-    world.publish(1)
+    world.carry_out(world.protocol.offer(1, now=0.0))
     world.settle()
     assert world.evicted == {"engine-1"}
     assert world.protocol.serving == {"engine-0": 1, "engine-2": 1}
@@ -309,7 +289,7 @@ def test_an_engine_that_hangs_in_a_broadcast_is_evicted_and_the_others_go_on() -
 
 def test_a_restarted_engine_is_stale_until_it_committed() -> None:
     world = quiet_world(1)
-    world.publish(0)
+    world.carry_out(world.protocol.offer(0, now=0.0))
     world.settle()
     world.carry_out(world.protocol.lost("engine-0", "killed", now=0.0))
     world.add("engine-0b")
@@ -320,7 +300,7 @@ def test_a_restarted_engine_is_stale_until_it_committed() -> None:
 
 def test_an_engine_that_serves_a_version_is_not_told_to_commit_it_again() -> None:
     world = quiet_world(1)
-    world.publish(0)
+    world.carry_out(world.protocol.offer(0, now=0.0))
     world.settle()
     world.add("engine-1")
     world.settle()
@@ -345,7 +325,7 @@ def test_reports_of_an_older_epoch_count_for_nothing() -> None:
 
 def test_a_lost_sender_ends_it() -> None:
     world = quiet_world(1)
-    world.publish(0)
+    world.carry_out(world.protocol.offer(0, now=0.0))
     world.carry_out(world.protocol.lost(SENDER, "killed", now=0.0))
     assert world.gave_up is not None
 
@@ -353,8 +333,7 @@ def test_a_lost_sender_ends_it() -> None:
 def test_who_waits_for_whom_is_told() -> None:
     world = quiet_world(2)
     world.members["engine-1"].fate = "hung"
-    world.now = 7.0
-    world.publish(0)
+    world.carry_out(world.protocol.offer(0, now=7.0))
     while world.work:
         world.perform(world.work.pop(0))
     while world.inbox:
@@ -367,9 +346,9 @@ def test_who_waits_for_whom_is_told() -> None:
 
 def test_engines_that_hang_one_after_the_other_do_not_take_a_good_one_with_them() -> None:
     world = quiet_world(5)
-    world.publish(0)
+    world.carry_out(world.protocol.offer(0, now=0.0))
     world.settle()
-    world.publish(1)
+    world.carry_out(world.protocol.offer(1, now=0.0))
     for i in range(4):
         world.members[f"engine-{i}"].fate = "hung"
         while world.work or world.inbox:
@@ -417,18 +396,3 @@ def test_late_reports_of_failure_and_commit_count_for_nothing() -> None:
     assert protocol.committed("a", version=-5, now=0.0) == []
     assert protocol.serving == {}
     assert protocol.committed("a", version=0, now=0.0) == [Live(0)]
-
-
-def test_a_newcomer_that_meets_the_gathering_of_the_next_version_gets_that_one() -> None:
-    """The sender's buckets hold one version: what was offered before cannot be sent any more."""
-    world = quiet_world(1)
-    world.publish(0)
-    world.settle()
-    world.add("engine-1")
-    world.gather(1)
-    world.settle()
-    assert world.protocol.serving == {"engine-0": 0} and world.protocol.phase is Phase.IDLE
-    world.offer()
-    world.settle()
-    assert world.protocol.serving == {"engine-0": 1, "engine-1": 1}
-    assert not world.evicted and world.gave_up is None and world.protocol.epoch == 2
