@@ -9,7 +9,8 @@ has room, starts, and is stale until it has committed the newest weights.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
 
 from olmorl.contract.errors import OlmoRLError, WorkerError
 from olmorl.controller.cluster import Remote
@@ -118,10 +119,15 @@ class EngineSupervisor:
                 )
             )
 
-    def _open(self, vacancy: Awaitable[None]) -> None:
-        task = asyncio.ensure_future(vacancy)
+    def _open(self, vacancy: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(vacancy)
         self._vacancies.add(task)
-        task.add_done_callback(self._vacancies.discard)
+        task.add_done_callback(self._closed)
+
+    def _closed(self, vacancy: asyncio.Task[None]) -> None:
+        self._vacancies.discard(vacancy)
+        if not vacancy.cancelled() and (error := vacancy.exception()) is not None and not self._failed.done():
+            self._failed.set_exception(error)  # a bug: what may go wrong with a worker is dealt with in the vacancy
 
     def _lost_with_its_node(self, engine: Remote) -> bool:
         """Then it costs no restart: a successor cannot fail for the same reason."""

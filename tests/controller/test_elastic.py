@@ -203,3 +203,20 @@ def test_enough_in_time_is_enough() -> None:
         assert not ended.done(), "the clock that ran while there was none ran on"
 
     run(scenario)
+
+
+def test_a_bug_in_a_vacancy_is_not_waited_past() -> None:
+    async def scenario(room: Room) -> None:
+        async def broken(process: Any) -> None:
+            raise KeyError("a bug")
+
+        room.start = broken  # type: ignore[method-assign]
+        room.add("a", 2)
+        supervisor = room.supervisor()
+        await started(room, supervisor, 1)
+        supervisor.invite(1)
+        with pytest.raises(KeyError, match="a bug"):
+            async with asyncio.timeout(20):
+                await supervisor.run()
+
+    run(scenario)
