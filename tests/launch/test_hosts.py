@@ -1,5 +1,6 @@
 """Training across hosts: namespaces with addresses of their own, joined by a bridge that can be cut."""
 
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,27 @@ def test_two_ranks_and_an_engine_on_three_hosts(on_hosts: OnHosts) -> None:
     assert {run.host_of(name) for name in ("learner-0", "learner-1", "inference-0")} == {0, 1, 2}
     run.end()
     run.assert_well(2)
+
+
+@pytest.mark.soak
+def test_doctor_and_then_two_of_each_on_three_hosts(on_hosts: OnHosts) -> None:
+    run = on_hosts([1, 2, 1])
+    code, out = run.command("doctor", str(run.config), "--", "inference.workers=2", "learner.workers=2")
+    assert code == 0, out
+    for words in ("10.77.0.2 (2 CPU)", "all nodes hold the same versions", "gloo from 10.77.0.3 to 10.77.0.1: "):
+        assert words in out, out
+    assert out.count("checks of its own") + out.count("host-") >= 3 and out.count(": clock ") == 3, out
+
+    code, out = run.command("train", str(run.config), "run.name=too_large", "inference.workers=9")
+    assert code == 2 and "take the nearest that fits: inference.workers = 3, learner.workers = 1" in out, out
+
+    run.start("run.steps=3", "inference.workers=2", "learner.workers=2", "checkpoint.every=1")
+    run.wait_for(lambda: run.steps() > 0)
+    workers = ("learner-0", "learner-1", "inference-0", "inference-1")
+    assert {run.host_of(name) for name in workers} == {0, 1, 2}
+    run.end()
+    run.assert_well(3)
+    assert re.search(r"start: room for 2 inference x cpu, 2 learner x cpu.*: done in", run.said())
 
 
 def start_with_a_spare(run: Any, *settings: str) -> None:
