@@ -20,6 +20,7 @@ from olmorl.metrics.jsonl_sink import read_metrics
 from olmorl.metrics.rollout_log import RolloutRow, read_rollouts
 
 ROOT = Path(__file__).parents[2]
+QUICKSTART = ROOT / "configs" / "quickstart.toml"
 SMALL = (
     "run.name=run",
     "rollout.prompts_per_step=2",
@@ -57,7 +58,7 @@ class Run:
             "-m",
             "olmorl",
             "train",
-            str(ROOT / "configs" / "quickstart.toml"),
+            str(QUICKSTART),
             *SMALL,
             *settings,
         ]
@@ -158,6 +159,14 @@ def load_hosts() -> ModuleType:
 @dataclass
 class OnHosts(Run):
     hosts: Any = None
+    config: Path = QUICKSTART
+
+    def command(self, *arguments: str) -> tuple[int, str]:
+        """Of `olmorl`, on the first host, to its end: exit code, and all it said."""
+        command = [sys.executable, "-m", "olmorl", *arguments]
+        process = self.spawn(command, cwd=self.folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        out, _ = process.communicate(timeout=DEADLINE_SECONDS)
+        return process.returncode, out.decode()
 
     def host_of(self, name: str) -> int:
         """Index of the host that the worker is on."""
