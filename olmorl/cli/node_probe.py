@@ -51,7 +51,8 @@ class NodeProbe:
     def _findings(self, paths: list[str]) -> Iterator[Finding]:
         yield from check_packages()
         yield from check_machine(Path.cwd())
-        yield Finding(**probe_devices())
+        devices: dict[str, Any] = {**probe_devices()}
+        yield Finding(**devices)
         for path in paths:
             if not Path(path).exists():
                 yield Finding("fail", f"{path} is not there", "put it on a file system that all nodes see, or copy it")
