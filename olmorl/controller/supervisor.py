@@ -51,7 +51,9 @@ class EngineSupervisor:
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._service: RolloutService | None = None
         self._sync: WeightSync | None = None
+        self._broke_on: list[str] = []  # nodes, one for each worker that was lost and replaced
         self.restarts = 0
+        """workers that were lost and are replaced, or will be as soon as there is room"""
 
     def attach(self, *, service: RolloutService, sync: WeightSync) -> None:
         self._service, self._sync = service, sync
@@ -69,7 +71,7 @@ class EngineSupervisor:
     def invite(self, count: int) -> None:
         """So many more workers join as soon as the cluster has room for them."""
         for _ in range(count):
-            self._open(self._fill(None))
+            self._open(self._fill())
 
     def lost(self, name: str, reason: str) -> None:
         """Safe to call at any time and more than once."""
@@ -98,10 +100,11 @@ class EngineSupervisor:
 
     def _vacate(self, engine: Remote, reason: str) -> None:
         """`engine` is gone. Its place is filled again, unless it is one too many that broke on a node that stands."""
-        with_its_node = self._lost_with_its_node(engine)
-        if with_its_node or self.restarts < self._max_restarts:
-            self.restarts += not with_its_node
-            self._open(self._fill(before=None if with_its_node else engine))
+        broken = sum(self._stands(node) for node in self._broke_on)
+        if broken < self._max_restarts or not self._stands(engine.node):
+            self.restarts += 1
+            self._broke_on.append(engine.node)
+            self._open(self._fill())
         if len(self._alive) >= self._min_workers:
             return
         if len(self._alive) + len(self._vacancies) < self._min_workers:
@@ -129,19 +132,18 @@ class EngineSupervisor:
         if not vacancy.cancelled() and (error := vacancy.exception()) is not None and not self._failed.done():
             self._failed.set_exception(error)  # a bug: what may go wrong with a worker is dealt with in the vacancy
 
-    def _lost_with_its_node(self, engine: Remote) -> bool:
-        """Then it costs no restart: a successor cannot fail for the same reason."""
-        return bool(engine.node) and not self._has_node(engine.node)
+    def _stands(self, node: str) -> bool:
+        """Whoever was lost with its node is not held against the cap: a successor cannot fail for the same reason.
 
-    async def _fill(self, before: Remote | None) -> None:
-        """Waits for room in the cluster, as long as it takes; then starts a worker there.
-
-        `before`: the worker whose restart this counts as, unless it turns out by then that its node is gone too.
+        Asked anew each time, for Ray may notice a dead node later than we its workers.
         """
+        return not node or self._has_node(node)
+
+    async def _fill(self) -> None:
+        """Waits for room in the cluster, as long as it takes; then starts a worker there."""
         engine = self._spawn_engine()
         try:
             await engine.placed()
-            self.restarts -= before is not None and self._lost_with_its_node(before)
             await self._start_engine(engine)
             log.info("%s joins", engine.name)
             await self.watch(engine)

@@ -111,8 +111,9 @@ class Run:
     def rollouts(self) -> list[RolloutRow]:
         return [row for file in self._rollout_files() for row in read_rollouts(file)]
 
-    def newest_rollouts(self) -> list[RolloutRow]:
-        return read_rollouts(self._rollout_files()[-1])
+    def served_last(self) -> set[str]:
+        """The engines that have samples in the newest step."""
+        return {row.worker for row in read_rollouts(self._rollout_files()[-1])}
 
     def _rollout_files(self) -> list[Path]:
         return sorted((self.directory / "rollouts").glob("step_*.parquet"))

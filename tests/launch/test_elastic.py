@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(400)]
 
 
 class LocalCluster:
@@ -73,25 +73,20 @@ def cluster() -> Iterator[LocalCluster]:
 
 def test_a_node_that_joins_is_used_and_one_that_goes_is_survived(cluster: LocalCluster, make_run: Any) -> None:
     """The run starts with one engine where there is room for one. A node joins: the second engine. The node goes, and
-    its work is done again by the first. Another joins: a third engine, which is no restart."""
+    its work is done again by the first. Another joins: a third engine."""
     cluster.add(cpus=2)
     run = make_run(lambda command, **options: subprocess.Popen(command, env=cluster.environment, **options))
     run.start("inference.max_workers=2", "run.steps=300", "cluster.heartbeat_seconds=5")
     run.wait_for(lambda: run.steps() > 1)
     assert run.worker("inference-1") is None, "there is no room yet"
     first = cluster.add(cpus=1)
-    run.wait_for(lambda: serves(run, "inference-1"))
+    run.wait_for(lambda: "inference-1" in run.served_last())
     cluster.kill(first)
     run.wait_for(lambda: "inference-1 is lost" in run.said())
     step = run.steps()
     run.wait_for(lambda: run.steps() > step + 1)
     cluster.add(cpus=1)
-    run.wait_for(lambda: serves(run, "inference-2"))
+    run.wait_for(lambda: "inference-2" in run.served_last())
     run.interrupt()
     run.assert_well(run.steps() - 1)
-    assert run.metrics()[-1]["faults/worker_restarts"] == 0
-    assert "sync/failures" in run.metrics()[-1]
-
-
-def serves(run: Any, engine: str) -> bool:
-    return any(row.worker == engine for row in run.newest_rollouts())
+    assert run.metrics()[-1]["faults/worker_restarts"] == 1
