@@ -140,7 +140,8 @@ class Hosts:
             ("--net", "--uts", "--mount"),
             f"hostname {host.name} && ip link set lo up && ip address add {host.address}/24 dev eth0 && "
             # Ray finds a host's address by the route to the outside, which leads nowhere here.
-            f"ip link set eth0 up && ip route add default dev eth0 && mount --bind {shlex.quote(str(ray_files))} /tmp/ray",
+            "ip link set eth0 up && ip route add default dev eth0 && "
+            f"mount --bind {shlex.quote(str(ray_files))} /tmp/ray",
         )
 
     def _on_switch(self, script: str) -> None:

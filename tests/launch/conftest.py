@@ -128,11 +128,10 @@ class Run:
         assert [row["progress/step"] for row in rows] == list(range(steps + 1)), self.said()
         for row in rows:
             assert row["canary/checksum_ok"] == 1 and row["canary/logprob_abs_diff_mean"] < 1e-4, row
-        samples = Counter(row.rollout_id for row in self.rollouts())
-        assert set(samples.values()) == {1}, "a sample met two fates"
-        groups = Counter(row.prompt_id for row in self.rollouts())
-        assert set(groups.values()) == {4}, "a sample of a group is missing"
-        assert sum(row.fate == "trained" for row in self.rollouts()) == 8 * steps
+        done = [row for row in self.rollouts() if row.step <= steps]  # an interrupted run may have begun the next
+        assert set(Counter(row.rollout_id for row in done).values()) == {1}, "a sample met two fates"
+        assert set(Counter(row.prompt_id for row in done).values()) == {4}, "a sample of a group is missing"
+        assert sum(row.fate == "trained" for row in done) == 8 * steps
 
 
 @pytest.fixture
