@@ -11,7 +11,7 @@ from olmorl.cli.finding import Finding
 from olmorl.config.schema import Config
 from olmorl.contract.errors import OlmoRLError, PlacementError
 from olmorl.controller.cluster import Cluster, Remote
-from olmorl.controller.placement import Node, plan_placement
+from olmorl.controller.placement import Node, gpu_types, plan_placement
 
 PROBE = "olmorl.cli.node_probe:NodeProbe"
 START_SECONDS = 120.0
@@ -45,6 +45,10 @@ def _check_placement(config: Config, nodes: list[Node]) -> Finding:
         placement.check(nodes)
     except PlacementError as error:
         return Finding("fail", str(error))
+    kinds = gpu_types(nodes)
+    if len(kinds) > 1 and None in (config.inference.gpu_type, config.learner.gpu_type):
+        what = f"placement: {placement.describe()}, on GPUs of several kinds: {', '.join(kinds)}"
+        return Finding("warn", what, "inference.gpu_type and learner.gpu_type choose; updates wait for the slowest")
     return Finding("ok", f"placement: {placement.describe()}")
 
 

@@ -201,6 +201,8 @@ class InferenceSection(Section):
     max_workers: int | None = Field(None, ge=1)
     """elastic: while the cluster has room, for instance on nodes that join, up to so many; None is `workers`"""
     device: Device = "auto"
+    gpu_type: str | None = None
+    """on a cluster with several kinds of GPU: which, by the name Ray has for it ("H100"); None takes any"""
     max_num_seqs: int = Field(64, ge=1)
     """samples decoded at once by one worker"""
     kv_cache_tokens: int = Field(65536, ge=1)
@@ -227,6 +229,8 @@ class LearnerSection(Section):
     workers: int = Field(1, ge=1)
     """ranks; the model is sharded over them"""
     device: Device = "auto"
+    gpu_type: str | None = None
+    """as inference.gpu_type"""
     tokens_per_micro_batch: int = Field(8192, ge=1)
     step_timeout_seconds: float = Field(3600.0, gt=0)
     """how long a training step, a save or an export may take before a learner counts as lost"""

@@ -9,7 +9,8 @@ from olmorl.config.schema import Config, Device
 from olmorl.contract.errors import PlacementError
 
 CPUS_PER_GPU_WORKER = 1
-ACCELERATOR = "accelerator_type:"  # how Ray marks the nodes that have one
+ACCELERATOR = "accelerator_type:"  # how Ray marks the nodes that have one: a resource of 1, however many there are
+A_LITTLE = 0.001
 
 Bundle = dict[str, float]
 """resources of one worker process, under Ray's names"""
@@ -47,17 +48,19 @@ class Placement:
     learner_device: Literal["cpu", "cuda"]
     inference_threads: int | None
     learner_threads: int | None
+    inference_gpu_type: str | None = None
+    learner_gpu_type: str | None = None
 
     @property
     def engine_bundles(self) -> list[Bundle]:
         """Of one engine; they need one node."""
-        return [_bundle(self.inference_device)]
+        return [_bundle(self.inference_device, self.inference_gpu_type)]
 
     @property
     def learner_bundles(self) -> list[list[Bundle]]:
         """Of each shard group of learners; the closer one lies together, the better."""
         groups = self.learner_workers // self.shard_size
-        return [[_bundle(self.learner_device)] * self.shard_size for _ in range(groups)]
+        return [[_bundle(self.learner_device, self.learner_gpu_type)] * self.shard_size for _ in range(groups)]
 
     @property
     def cpus(self) -> int:
@@ -68,9 +71,11 @@ class Placement:
         return self._total("GPU")
 
     def describe(self) -> str:
+        engines = self.inference_gpu_type or self.inference_device
+        learners = self.learner_gpu_type or self.learner_device
         return (
-            f"{self.inference_workers} inference x {self.inference_device}, "
-            f"{self.learner_workers} learner x {self.learner_device}: {self.cpus} CPU, {self.gpus} GPU"
+            f"{self.inference_workers} inference x {engines}, "
+            f"{self.learner_workers} learner x {learners}: {self.cpus} CPU, {self.gpus} GPU"
         )
 
     def check(self, nodes: Sequence[Node]) -> None:
@@ -86,7 +91,7 @@ class Placement:
             for kind, wanted in (("GPU", self.gpus), ("CPU", self.cpus))
             if wanted > have[kind]
         ]
-        needs = missing[0] if missing else f"{self.describe()}, which no node has in one piece"
+        needs = missing[0] if missing else f"{self.describe()}, and no node has the pieces together"
         nearest = next((plan for plan in self._smaller() if plan._fits(nodes)), None)
         if nearest is not None:
             mend = (
@@ -105,10 +110,10 @@ class Placement:
 
     def _fits(self, nodes: Sequence[Node]) -> bool:
         """Groups that need one node go first, and workers without a GPU where they take none away."""
-        free = [{"CPU": node.cpus, "GPU": node.gpus} for node in sorted(nodes, key=lambda node: node.gpus)]
+        free = [_resources(node) for node in sorted(nodes, key=lambda node: node.gpus)]
         engines = [self.engine_bundles] * self.inference_workers
         learners = [[bundle] for group in self.learner_bundles for bundle in group]
-        groups = sorted((*engines, *learners), key=lambda group: -sum(b.get("GPU", 0) for b in group))
+        groups = sorted((*engines, *learners), key=lambda group: (-sum(b.get("GPU", 0) for b in group), -len(group[0])))
         return all(_take(group, free) for group in groups)
 
     def _smaller(self) -> Iterator["Placement"]:
@@ -118,15 +123,23 @@ class Placement:
                 yield replace(self, inference_workers=engines, learner_workers=learners)
 
 
-def _bundle(device: str) -> Bundle:
-    return {"CPU": CPUS_PER_GPU_WORKER, "GPU": 1} if device == "cuda" else {"CPU": 1}
+def _bundle(device: str, gpu_type: str | None) -> Bundle:
+    if device == "cpu":
+        return {"CPU": 1}
+    kind = {} if gpu_type is None else {ACCELERATOR + gpu_type: A_LITTLE}
+    return {"CPU": CPUS_PER_GPU_WORKER, "GPU": 1, **kind}
 
 
-def _take(group: list[Bundle], free: list[dict[str, float]]) -> bool:
+def _resources(node: Node) -> Bundle:
+    kind = {} if node.gpu_type is None else {ACCELERATOR + node.gpu_type: 1.0}
+    return {"CPU": node.cpus, "GPU": node.gpus, **kind}
+
+
+def _take(group: list[Bundle], free: list[Bundle]) -> bool:
     """Take the group out of the first node that has room for it."""
-    need = {kind: sum(bundle.get(kind, 0) for bundle in group) for kind in ("CPU", "GPU")}
+    need = {kind: sum(bundle.get(kind, 0) for bundle in group) for kind in group[0]}
     for node in free:
-        if all(node[kind] >= need[kind] for kind in need):
+        if all(node.get(kind, 0) >= need[kind] for kind in need):
             for kind in need:
                 node[kind] -= need[kind]
             return True
@@ -154,7 +167,13 @@ def plan_placement(config: Config, nodes: Sequence[Node] | None = None) -> Place
         learner_device=learner_device,
         inference_threads=inference.threads or (share if inference_device == "cpu" else None),
         learner_threads=learner.threads or (share if learner_device == "cpu" else None),
+        inference_gpu_type=inference.gpu_type,
+        learner_gpu_type=learner.gpu_type,
     )
+
+
+def gpu_types(nodes: Sequence[Node]) -> list[str]:
+    return sorted({node.gpu_type or "unnamed" for node in nodes if node.gpus})
 
 
 def this_machine(*, cpus: int = 0) -> Node:

@@ -5,7 +5,7 @@ import pytest
 
 from olmorl.config.schema import Config
 from olmorl.contract.errors import PlacementError
-from olmorl.controller.placement import Node, count_gpus, plan_placement, this_machine
+from olmorl.controller.placement import Node, count_gpus, gpu_types, plan_placement, this_machine
 
 MakeConfig = Callable[..., Config]
 
@@ -59,13 +59,31 @@ def test_check_says_what_is_missing_and_what_would_fit(quickstart_config: MakeCo
 def test_what_lies_in_pieces_does_not_fit(quickstart_config: MakeConfig) -> None:
     """Enough GPUs and enough CPUs, but not on the same machine."""
     placement = plan_placement(quickstart_config(), [Node("a", 8, 8)])
-    with pytest.raises(PlacementError, match="which no node has in one piece"):
+    with pytest.raises(PlacementError, match="no node has the pieces together"):
         placement.check([Node("a", 1, 8), Node("b", 8)])
 
 
 def test_workers_without_a_gpu_leave_room_to_those_with_one(quickstart_config: MakeConfig) -> None:
     placement = plan_placement(quickstart_config("inference.workers=2", "learner.device=cpu"), [Node("a", 8, 8)])
     placement.check([Node("a", 2, 2), Node("b", 1)])
+
+
+def test_kinds_of_gpus_are_chosen_by_name(quickstart_config: MakeConfig) -> None:
+    nodes = [Node("a", 16, 2, "A100"), Node("b", 16, 2, "H100")]
+    assert gpu_types([*nodes, Node("head", 4)]) == ["A100", "H100"]
+    settings = ["inference.gpu_type=A100", "learner.gpu_type=H100", "learner.workers=2"]
+    placement = plan_placement(quickstart_config(*settings, "inference.workers=2"), nodes)
+    assert placement.engine_bundles == [{"CPU": 1, "GPU": 1, "accelerator_type:A100": 0.001}]
+    placement.check(nodes)
+    with pytest.raises(PlacementError, match=r"1 inference x A100, 3 learner x H100.* no node has the pieces"):
+        plan_placement(quickstart_config(*settings, "learner.workers=3"), nodes).check(nodes)
+    with pytest.raises(PlacementError, match=r"inference x B200"):
+        plan_placement(quickstart_config("inference.gpu_type=B200"), nodes).check(nodes)
+
+
+def test_what_takes_any_gpu_leaves_those_that_are_named(quickstart_config: MakeConfig) -> None:
+    nodes = [Node("a", 16, 2, "A100"), Node("b", 16, 2, "H100")]
+    plan_placement(quickstart_config("learner.gpu_type=A100", "learner.workers=2"), nodes).check(nodes)
 
 
 def test_what_this_machine_cannot_hold_is_refused(
