@@ -108,6 +108,12 @@ class Run:
     def metrics(self) -> list[dict[str, float]]:
         return list(read_metrics(self.directory / "metrics.jsonl"))
 
+    def assert_no_worker_left(self) -> None:
+        deadline = time.monotonic() + 30
+        while any(self.worker(log.stem) for log in self.directory.glob("logs/attempt_*/*.log")):
+            assert time.monotonic() < deadline, "a worker that was given up lives on"
+            time.sleep(0.2)
+
     def rollouts(self) -> list[RolloutRow]:
         return [row for file in self._rollout_files() for row in read_rollouts(file)]
 

@@ -85,6 +85,8 @@ def test_a_host_whose_link_is_cut(on_hosts: OnHosts, role: str, seconds: float |
     run.end()
     run.assert_well(STEPS)
     assert noticed < 15, "lost hosts are to be noticed in seconds"
+    if seconds is not None:  # a worker beyond a cut link hears of nothing
+        run.assert_no_worker_left()
 
 
 @pytest.mark.soak

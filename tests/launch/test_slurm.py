@@ -24,7 +24,7 @@ while [[ "$1" == --* ]]; do
   shift
 done
 if [[ "$count" == 1 ]]; then SLURM_PROCID=0 exec "$@"; fi
-trap 'kill $(jobs -p) 2>/dev/null' TERM EXIT
+trap 'kill $(jobs -p) 2>/dev/null; wait' TERM EXIT
 for ((task = 0; task < count; task++)); do SLURM_PROCID=$task "$@" & done
 wait
 """
