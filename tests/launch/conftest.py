@@ -154,11 +154,15 @@ def make_run(tmp_path: Path) -> Iterator[Callable[..., Run]]:
         run.interrupt()
 
 
-def load_hosts() -> ModuleType:
+@pytest.fixture(scope="session")
+def hosts_module() -> ModuleType:
+    """launch/hosts.py; skips where it cannot make hosts."""
     spec = importlib.util.spec_from_file_location("hosts", ROOT / "launch" / "hosts.py")
     assert spec is not None and spec.loader is not None
     module = sys.modules["hosts"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    if reason := module.why_not():
+        pytest.skip(reason)
     return module
 
 
@@ -184,15 +188,12 @@ class OnHosts(Run):
 
 
 @pytest.fixture
-def on_hosts(tmp_path: Path) -> Iterator[Callable[[Sequence[int]], OnHosts]]:
+def on_hosts(tmp_path: Path, hosts_module: ModuleType) -> Iterator[Callable[[Sequence[int]], OnHosts]]:
     """Makes hosts that offer so many CPUs each, and a run whose driver is on the first."""
-    module = load_hosts()
-    if reason := module.why_not():
-        pytest.skip(reason)
     made: list[OnHosts] = []
 
     def make(cpus: Sequence[int]) -> OnHosts:
-        hosts = module.Hosts(cpus, folder=tmp_path / "hosts").__enter__()
+        hosts = hosts_module.Hosts(cpus, folder=tmp_path / "hosts").__enter__()
         made.append(OnHosts(tmp_path, lambda command, **options: hosts.run(0, command, **options), hosts=hosts))
         return made[-1]
 
