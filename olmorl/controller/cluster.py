@@ -258,6 +258,17 @@ class Cluster:
                 )
             time.sleep(POLL_SECONDS)
 
+    def wait_for_room(self, placement: Placement, *, timeout: float) -> None:
+        """Until nodes that could hold it are there: those that were lost may come back, or others in their place."""
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                return placement.check(self.nodes())
+            except PlacementError:
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(POLL_SECONDS)
+
     def reserve(self, placement: Placement, *, timeout: float) -> None:
         """Hold what the workers need. Raises PlacementError if the cluster cannot, or does not within `timeout` s."""
         import ray

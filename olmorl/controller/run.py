@@ -135,6 +135,7 @@ class Run:
         placement = plan_placement(config, None if address is None else cluster.nodes())
         if self._lost_workers:  # what is left may hold no more; others join as there is room
             placement = replace(placement, inference_workers=config.cluster.min_inference_workers)
+            cluster.wait_for_room(placement, timeout=seconds)
         with tell(f"room for {placement.describe()}", seconds=seconds):
             cluster.reserve(placement, timeout=seconds)
         return cluster, placement
