@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 NETWORK = "10.77.0"
+MOST_HOSTS = 64
 PORT = 6379
 START_SECONDS = 120
 # A lost host is off Ray's list after 30 s at most (its own default takes a minute), but not for a pause of 20 s.
@@ -73,9 +74,9 @@ class Hosts:
             self._on_switch("ip link add name bridge type bridge && ip link set bridge up")
             for cpus in self._cpus:
                 self._plug_in(cpus)
-            self._wait(self.start_ray(0))
-            for started in [self.start_ray(index) for index in range(1, len(self._hosts))]:
-                self._wait(started)
+            self._wait(0, self.start_ray(0))
+            for index, started in [(index, self.start_ray(index)) for index in range(1, len(self._hosts))]:
+                self._wait(index, started)
         except BaseException:
             self.__exit__()
             raise
@@ -93,8 +94,9 @@ class Hosts:
     def add(self, cpus: int) -> int:
         """Another host, which joins the cluster; returns its index."""
         self._plug_in(cpus)
-        self._wait(self.start_ray(len(self._hosts) - 1))
-        return len(self._hosts) - 1
+        index = len(self._hosts) - 1
+        self._wait(index, self.start_ray(index))
+        return index
 
     def run(self, index: int, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
         """Start a command on a host, in the current directory or `cwd`."""
@@ -110,7 +112,8 @@ class Hosts:
             role = ["--head", f"--port={PORT}", "--include-dashboard=false"]
         ray = [sys.executable, "-m", "ray.scripts.scripts", "start", *role, "--disable-usage-stats"]
         ray += [f"--node-ip-address={host.address}", f"--num-cpus={host.cpus}", "--object-store-memory=100000000"]
-        return self.run(index, ray, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+        with open(self._said(index), "wb") as said:  # no pipe: what it leaves running would hold that open
+            return self.run(index, ray, stdout=said, stderr=said, stdin=subprocess.DEVNULL)
 
     def cut(self, index: int) -> None:
         """Unplug the host: nothing gets through any more, and nobody is told."""
@@ -132,26 +135,41 @@ class Hosts:
             f"ip link add port{index} type veth peer name eth0 netns {pid} && "
             f"ip link set port{index} master bridge && ip link set port{index} up"
         )
-        ray_files = self._folder / host.name
-        ray_files.mkdir(parents=True, exist_ok=True)
+        # Ray finds a host's address by the route to the outside, which leads nowhere here.
+        script = [
+            f"hostname {host.name}",
+            "ip link set lo up",
+            f"ip address add {host.address}/24 dev eth0",
+            "ip link set eth0 up",
+            "ip route add default dev eth0",
+            *self._mounts(index),
+        ]
+        _enter(pid, ("--net", "--uts", "--mount"), " && ".join(script))
+
+    def _mounts(self, index: int) -> list[str]:
+        """What a host has for itself: its Ray files, the names it knows, and no name server.
+
+        Its own name stands for a loopback address, as Debian has it: who takes that for an address is found out.
+        """
+        own = self._folder / f"host-{index}"
+        (own / "ray").mkdir(parents=True, exist_ok=True)
         Path("/tmp/ray").mkdir(exist_ok=True)
-        _enter(
-            pid,
-            ("--net", "--uts", "--mount"),
-            f"hostname {host.name} && ip link set lo up && ip address add {host.address}/24 dev eth0 && "
-            # Ray finds a host's address by the route to the outside, which leads nowhere here.
-            "ip link set eth0 up && ip route add default dev eth0 && "
-            f"mount --bind {shlex.quote(str(ray_files))} /tmp/ray",
-        )
+        others = [f"{NETWORK}.{i + 1} host-{i}" for i in range(MOST_HOSTS) if i != index]
+        (own / "hosts").write_text("\n".join(["127.0.0.1 localhost", f"127.0.1.1 host-{index}", *others, ""]))
+        (own / "resolv.conf").write_text("")
+        mounts = {"ray": "/tmp/ray", "hosts": "/etc/hosts", "resolv.conf": "/etc/resolv.conf"}
+        return [f"mount --bind {shlex.quote(str(own / name))} {place}" for name, place in mounts.items()]
 
     def _on_switch(self, script: str) -> None:
         assert self._switch is not None, "there is no switch yet"
         _enter(self._switch[1], ("--net",), script)
 
-    def _wait(self, started: subprocess.Popen[Any]) -> None:
-        output, _ = started.communicate(timeout=START_SECONDS)
-        if started.returncode != 0:
-            raise RuntimeError(f"ray start failed: {output.decode()}")
+    def _said(self, index: int) -> Path:
+        return self._folder / f"{self._hosts[index].name}.log"
+
+    def _wait(self, index: int, started: subprocess.Popen[Any]) -> None:
+        if started.wait(timeout=START_SECONDS) != 0:
+            raise RuntimeError(f"ray start failed on {self._hosts[index].name}: {self._said(index).read_text()}")
 
 
 def why_not() -> str | None:
