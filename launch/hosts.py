@@ -88,6 +88,9 @@ class Hosts:
         if self._switch is not None:
             _end(*self._switch)
 
+    def __len__(self) -> int:
+        return len(self._hosts)
+
     def __getitem__(self, index: int) -> Host:
         return self._hosts[index]
 
