@@ -13,12 +13,21 @@ OnHosts = Callable[[list[int]], Any]
 STEPS = 40
 
 
-def test_two_ranks_and_an_engine_on_three_hosts_and_a_fourth_that_joins_and_dies(on_hosts: OnHosts) -> None:
+def test_two_ranks_and_an_engine_on_three_hosts(on_hosts: OnHosts) -> None:
     """Each offers one CPU, so each holds one worker: gradients and weights cross the bridge."""
     run = on_hosts([1, 1, 1])
-    run.start("run.steps=400", "learner.workers=2", "inference.max_workers=2")
+    run.start("run.steps=100", "learner.workers=2")
     run.wait_for(lambda: run.steps() > 1)
     assert {run.host_of(name) for name in ("learner-0", "learner-1", "inference-0")} == {0, 1, 2}
+    run.interrupt()
+    run.assert_well(run.steps() - 1)
+
+
+@pytest.mark.soak
+def test_a_fourth_host_that_joins_and_dies(on_hosts: OnHosts) -> None:
+    run = on_hosts([1, 1, 1])
+    run.start("run.steps=1000", "learner.workers=2", "inference.max_workers=2")
+    run.wait_for(lambda: run.steps() > 1)
     fourth = run.hosts.add(1)
     run.wait_for(lambda: "inference-1" in run.served_last())
     assert run.host_of("inference-1") == fourth
