@@ -20,7 +20,7 @@ import olmorl
 from learner.store import open_store
 from olmorl.cli.finding import Finding
 from olmorl.cli.machine_checks import check_machine
-from olmorl.cli.package_checks import check_packages
+from olmorl.cli.package_checks import check_requirements
 from olmorl.cli.torch_probe import probe_devices
 
 COMPARED = ("torch", "transformers", "triton", "ray", "numpy", "pyarrow", "safetensors", "tokenizers")
@@ -49,7 +49,7 @@ class NodeProbe:
         return [_named(finding) for finding in self._findings(paths)]
 
     def _findings(self, paths: list[str]) -> Iterator[Finding]:
-        yield from check_packages()
+        yield from check_requirements()  # our own source was shipped there
         yield from check_machine(Path.cwd())
         devices: dict[str, Any] = {**probe_devices()}
         yield Finding(**devices)
