@@ -182,9 +182,9 @@ class OnHosts(Run):
         """Index of the host that the worker is on."""
         process = self.worker(name)
         assert process is not None, f"no {name}\n{self.said()}"
-        network = os.readlink(f"/proc/{process.pid}/ns/net")
-        networks = [os.readlink(f"/proc/{self.hosts[i].pid}/ns/net") for i in range(len(self.hosts))]
-        return networks.index(network)
+        alive = [i for i in range(len(self.hosts)) if psutil.pid_exists(self.hosts[i].pid)]
+        networks = {os.readlink(f"/proc/{self.hosts[i].pid}/ns/net"): i for i in alive}
+        return networks[os.readlink(f"/proc/{process.pid}/ns/net")]
 
 
 @pytest.fixture
