@@ -118,7 +118,10 @@ def sync(
     ] = 120,
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds from one update to the next.")] = 10,
 ) -> None:
-    """What a weight update costs engines under load: in flight, with a pause, and after a drain."""
+    """What a weight update costs engines under load.
+
+    In flight, with a pause, and after a drain.
+    """
     from olmorl.bench.sync import SyncLoad, bench_sync
 
     load = SyncLoad(engines=engines, live=live, max_tokens=max_tokens, seconds=seconds, interval=interval)

@@ -168,7 +168,10 @@ def inspect(
     colour: Annotated[Colour, typer.Option(help="What colours a token.")] = Colour.logprob,
     limit: Annotated[int, typer.Option(help="Groups shown at most.", min=1)] = 8,
 ) -> None:
-    """Read rollouts: text, rewards and fates, a group side by side."""
+    """Read rollouts: text, rewards and fates.
+
+    The samples of a group stand side by side.
+    """
     from olmorl.cli.inspect import inspect as show
 
     show(run_dir, step=step, prompt=prompt, colour=colour.value, limit=limit)
@@ -180,7 +183,10 @@ def replay_schedule(
     attempt: Annotated[int | None, typer.Option(help="The newest if not given.")] = None,
     worker: Annotated[str | None, typer.Option(help="One engine, such as inference-0; all if not given.")] = None,
 ) -> None:
-    """Do again what the engines of a run did, in one process; exit code 1 where a token comes out another."""
+    """Do again what the engines of a run did.
+
+    All in one process; exit code 1 where a token comes out another.
+    """
     from olmorl.cli.replay_schedule import replay
 
     raise typer.Exit(replay(run_directory, attempt=attempt, worker=worker))

@@ -64,7 +64,9 @@ def rollout(
         int | None, typer.Option(help="CPU threads of an engine; its share of the cores if not given.")
     ] = None,
 ) -> None:
-    """Sample a model on a file of prompts, n times each, and score the samples if asked.
+    """Sample a model on a file of prompts.
+
+    Each prompt n times; the samples are scored if asked.
 
     Prompts that do not fit the model are left out and counted. A broken output is completed with --resume: what is
     missing is sampled as an unbroken run would have.

@@ -70,7 +70,8 @@ def finish(buffer: RolloutBuffer, group: Group) -> None:
         group.samples.append(ScoredSample(sample=sample, **verdict))
         group.tokens_received += len(sample.token_ids)
     buffer.finish(group)
-    assert judge(group, scale=1.0, kind="centered", mask_truncated=True)
+    group.has_signal = judge(group, scale=1.0, kind="centered", mask_truncated=True)
+    assert group.has_signal
 
 
 def assert_same(a: Any, b: Any) -> None:
