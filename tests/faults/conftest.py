@@ -141,9 +141,6 @@ class Stage:
         else:
             self.command.worker(target).send_signal(number)
 
-    def cpu_seconds(self, worker: str) -> float:
-        return self.command.worker(worker).cpu_times().user
-
     def strike_when_there(self, worker: str, number: signal.Signals) -> None:
         """Wait until the worker has begun to start."""
 
