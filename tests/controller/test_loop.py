@@ -404,3 +404,26 @@ def judge(completion, truth, prompt):
 
     config = quickstart_config("reward.verifier=mostly_wrong:judge", "rollout.async_steps=0")
     drive(config, load_inputs(config), engine, scenario)
+
+
+def test_evaluation_is_reproducible_and_of_one_version(quickstart_config: MakeConfig, engine: Any) -> None:
+    config = quickstart_config("eval.samples_per_prompt=2")
+    inputs = load_inputs(config)
+
+    async def scenario(driver: Driver) -> None:
+        async def measure(version: int) -> Any:
+            [evaluation] = await evaluate(
+                inputs.eval, config=driver.config, service=driver.service, scorer=driver.scorer, version=version
+            )
+            return evaluation
+
+        alone = await driver.background.unless_failed(measure(0))
+        driver.background.start_loop("rollouts", driver.loops.run())
+        in_company = await driver.background.unless_failed(measure(0))
+        assert (alone.avg_at_k, alone.num_tokens) == (in_company.avg_at_k, in_company.num_tokens)
+        assert (len(alone.groups), alone.k, alone.num_unscored) == (4, 2, 0)
+        assert alone.avg_at_k.mean <= alone.pass_at(2).mean
+        with pytest.raises(SyncError, match=r"evaluation of version 1 met tokens of version \[0\]"):
+            await driver.background.unless_failed(measure(1))
+
+    drive(config, inputs, engine, scenario)
