@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from olmorl.config.schema import Config
-from olmorl.contract.errors import DataError, StarvationError, WorkerError
+from olmorl.contract.errors import DataError, StarvationError, SyncError, WorkerError
 from olmorl.controller.background import Background
 from olmorl.controller.buffer import RolloutBuffer
 from olmorl.controller.compose import Inputs, load_inputs
+from olmorl.controller.evaluate import evaluate
 from olmorl.controller.group import Fate, Group, State
 from olmorl.controller.loop import Batch, RolloutLoops, request_seed
 from olmorl.controller.resume import PromptQueue
