@@ -23,6 +23,7 @@ from torch import Tensor
 from learner.model import DTYPES, PolicyModel, full_tensor
 from learner.sender_link import GroupLink, SenderLink, SharedLink
 from learner.shared_bucket import SharedBucket
+from learner.store import open_store
 from olmorl.contract.errors import ModelError, SyncError
 from olmorl.contract.weights import (
     Manifest,
@@ -85,7 +86,7 @@ class WeightSender:
     def host_store(self, host: str) -> int:
         """Open the store that the members of every epoch meet in; returns its port."""
         if self._store is None:
-            self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+            self._store = open_store(host)
         return self._store.port
 
     def join(self, group: SyncGroup) -> None:

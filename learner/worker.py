@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from learner.model import attention_tokens
 from learner.peak import device_peak
+from learner.store import open_store
 from learner.trainer import Trainer, join_ranks, pick_device
 from learner.weight_sender import WeightSender
 from olmorl.contract.errors import WorkerError
@@ -41,7 +42,7 @@ class LearnerWorker:
     def host_rendezvous(self) -> tuple[str, int]:
         """On rank 0: open the store where all ranks meet; returns what the others need for `start`."""
         host = _own_address()
-        self._rendezvous = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        self._rendezvous = open_store(host)
         return host, self._rendezvous.port
 
     def start(self, host: str, port: int) -> None:

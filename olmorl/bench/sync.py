@@ -26,7 +26,7 @@ from olmorl.config.schema import Config
 from olmorl.contract.errors import WorkerError
 from olmorl.contract.generation import SamplingParams
 from olmorl.contract.training import RankBatch
-from olmorl.controller.cluster import Cluster
+from olmorl.controller.cluster import Cluster, cluster_address
 from olmorl.controller.compose import sync_transport
 from olmorl.controller.fleet import Fleet, start_fleet
 from olmorl.controller.placement import plan_placement
@@ -147,12 +147,13 @@ class _Bench:
     @asynccontextmanager
     async def open(cls, config: Config, load: SyncLoad, vocabulary: int) -> AsyncIterator["_Bench"]:
         """Workers that stand, hold version 0, and are kept busy."""
-        placement = plan_placement(config)
-        timeout = config.cluster.start_timeout_seconds
+        address, cpus = cluster_address(config.cluster.address), plan_placement(config).cpus
         with (
             tempfile.TemporaryDirectory() as logs,
-            Cluster(placement, address=config.cluster.address, log_dir=Path(logs), start_timeout=timeout) as cluster,
+            Cluster(address=address, cpus=cpus, log_dir=Path(logs)) as cluster,
         ):
+            placement = plan_placement(config, None if address is None else cluster.nodes())
+            cluster.reserve(placement, timeout=config.cluster.start_timeout_seconds)
             fleet = await start_fleet(config, cluster=cluster, placement=placement)
             service = RolloutService(on_lost=_raise)
             transport = sync_transport(config, placement)

@@ -6,11 +6,15 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from olmorl.cli.cluster_checks import check_cluster
 from olmorl.cli.finding import Finding
 from olmorl.cli.machine_checks import check_machine
 from olmorl.cli.package_checks import check_packages
 from olmorl.cli.run_checks import check_run
 from olmorl.cli.sandbox_checks import check_sandbox
+from olmorl.config.load import load_config
+from olmorl.contract.errors import ConfigError
+from olmorl.controller.cluster import cluster_address
 
 PROBE_TIMEOUT_SECONDS = 120
 
@@ -32,6 +36,18 @@ def _findings(config_path: Path | None) -> Iterator[Finding]:
     yield from check_sandbox()
     if config_path is not None:
         yield from check_run(config_path)
+    yield from _cluster(config_path)
+
+
+def _cluster(config_path: Path | None) -> Iterator[Finding]:
+    """Its nodes, where one is named: by the config, which was found good or bad before, or by RAY_ADDRESS."""
+    try:
+        config = None if config_path is None else load_config(config_path)
+    except ConfigError:
+        return
+    address = cluster_address(None if config is None else config.cluster.address)
+    if address is not None:
+        yield from check_cluster(address, config)
 
 
 def probe_torch() -> Iterator[Finding]:

@@ -13,7 +13,7 @@ from olmorl.cli.shadowed import HOME, describe, find_shadowed, find_strays
 
 def check_packages() -> Iterator[Finding]:
     yield _python()
-    yield from _requirements()
+    yield from check_requirements()
     yield from _shadowed()
 
 
@@ -24,7 +24,7 @@ def _python() -> Finding:
     return Finding("ok", f"Python {version} at {sys.executable}")
 
 
-def _requirements() -> Iterator[Finding]:
+def check_requirements() -> Iterator[Finding]:
     """What the installed distribution itself says it needs, so that no list is kept twice."""
     try:
         declared = [Requirement(text) for text in metadata.requires("olmorl") or []]

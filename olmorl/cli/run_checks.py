@@ -1,6 +1,5 @@
 """Is what one config asks for really there: model, data, devices?"""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +9,8 @@ from olmorl.config.data_sections import SourceSection
 from olmorl.config.load import load_config
 from olmorl.config.schema import Config
 from olmorl.contract.errors import ConfigError, DataError, ModelError, PlacementError
-from olmorl.controller.placement import count_gpus, plan_placement
+from olmorl.controller.cluster import cluster_address
+from olmorl.controller.placement import plan_placement, this_machine
 from olmorl.data.source import read_source
 
 
@@ -25,7 +25,8 @@ def check_run(config_path: Path) -> Iterator[Finding]:
         yield check_model(config.model.path)
     for source in (*config.data.train, *config.eval.data):
         yield check_data(source)
-    yield _placement(config)
+    if cluster_address(config.cluster.address) is None:
+        yield _placement(config)
 
 
 def check_model(path: str) -> Finding:
@@ -61,10 +62,8 @@ def check_data(source: SourceSection) -> Finding:
 
 def _placement(config: Config) -> Finding:
     placement = plan_placement(config)
-    if config.cluster.address is not None:
-        return Finding("ok", f"placement: {placement.describe()} (on the cluster at {config.cluster.address})")
     try:
-        placement.check({"CPU": os.cpu_count() or 1, "GPU": count_gpus()})
+        placement.check([this_machine(cpus=placement.cpus)])
     except PlacementError as error:
         return Finding("fail", str(error))
     return Finding("ok", f"placement: {placement.describe()}")

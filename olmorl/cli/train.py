@@ -17,15 +17,16 @@ def print_plan(config_path: Path, overrides: Sequence[str], cluster: str | None 
 
     `cluster`, "NODESxCPUSxGPUS", stands for this machine; a run that it cannot hold is a PlacementError.
     """
-    from olmorl.controller.placement import plan_placement
+    from olmorl.controller.placement import Node, plan_placement
 
     config = load_config(config_path, overrides)
     if cluster is None:
         placement = plan_placement(config)
     else:
-        nodes, cpus, gpus = _read_cluster(cluster)
-        placement = plan_placement(config, gpus_here=nodes * gpus)
-        placement.check({"CPU": nodes * cpus, "GPU": nodes * gpus})
+        count, cpus, gpus = _read_cluster(cluster)
+        nodes = [Node(f"node-{number}", cpus, gpus) for number in range(count)]
+        placement = plan_placement(config, nodes)
+        placement.check(nodes)
     print(dump_toml(config))
     print(f"# placement: {placement.describe()}")
 

@@ -94,9 +94,13 @@ class SamplingSection(Section):
 
 class InferenceSection(Section):
     workers: int = Field(1, ge=1)
+    max_workers: int | None = Field(None, ge=1)
+    """elastic: while the cluster has room, for instance on nodes that join, up to so many; None is `workers`"""
     device: Device = "auto"
     gpu_share: float = Field(1.0, gt=0, le=1)
     """of a GPU's memory that a worker may take. With shares that sum to 1 at most, one GPU holds both roles"""
+    gpu_type: str | None = None
+    """on a cluster with several kinds of GPU: which, by the name Ray has for it ("H100"); None takes any"""
     max_num_seqs: int = Field(64, ge=1)
     """samples decoded at once by one worker"""
     kv_cache_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] = 65536
@@ -121,6 +125,16 @@ class InferenceSection(Section):
     threads: int | None = Field(None, ge=1)
     """torch threads of a worker on CPU, of each rank of it; None shares the cores between all"""
 
+    @property
+    def most_workers(self) -> int:
+        return self.max_workers or self.workers
+
+    @model_validator(mode="after")
+    def _most_is_no_less(self) -> "InferenceSection":
+        if self.most_workers < self.workers:
+            raise ValueError(f"max_workers = {self.max_workers} is below workers = {self.workers}")
+        return self
+
 
 class LearnerSection(Section):
     workers: int = Field(1, ge=1)
@@ -128,6 +142,8 @@ class LearnerSection(Section):
     device: Device = "auto"
     gpu_share: float = Field(1.0, gt=0, le=1)
     """as inference.gpu_share"""
+    gpu_type: str | None = None
+    """as inference.gpu_type"""
     tokens_per_micro_batch: int = Field(8192, ge=1)
     step_timeout_seconds: float = Field(3600.0, gt=0)
     """how long a training step, a save or an export may take before a learner counts as lost"""
@@ -226,14 +242,17 @@ class LoggingSection(Section):
 class ClusterSection(Section):
     address: str | None = None
     """address of a running Ray cluster; None takes RAY_ADDRESS, else starts one on this machine"""
+    nodes: int = Field(1, ge=1)
+    """a run begins when so many have joined the cluster"""
     start_timeout_seconds: float = Field(300.0, gt=0)
-    """how long workers may take to start"""
+    """how long nodes may take to join, and workers to start"""
     heartbeat_seconds: float = Field(10.0, gt=0)
     """a worker that is silent for so long is lost: an inference worker is replaced, a learner starts the run again"""
     max_restarts: int = Field(8, ge=0)
-    """lost inference workers that are replaced, in all"""
+    """inference workers that break and are replaced, in all; one that is lost with its node is not counted"""
     min_inference_workers: int = Field(1, ge=1)
-    """with fewer left, and no restart, the run stops with its checkpoint"""
+    """with fewer left, and none to come within start_timeout_seconds, the run stops with its checkpoint; after a lost
+    learner it starts again with so many, and more join as there is room"""
     max_run_restarts: int = Field(2, ge=0)
     """attempts after a lost learner, each from the newest complete checkpoint"""
 
@@ -274,6 +293,9 @@ class Config(Section):
         band = self.loss.importance_band
         if band is not None and not 0 <= band[0] < band[1]:
             raise ValueError(f"loss.importance_band = {list(band)} is not [low, high] with 0 <= low < high")
+        least, workers = self.cluster.min_inference_workers, self.inference.workers
+        if least > workers:
+            raise ValueError(f"cluster.min_inference_workers = {least} is above inference.workers = {workers}")
         size, ranks = self.learner.shard_size, self.learner.workers
         if size is not None and ranks % size:
             raise ValueError(f"learner.shard_size = {size} does not divide learner.workers = {ranks}")
@@ -322,6 +344,10 @@ class Config(Section):
                 raise ValueError(
                     f"gpu_share puts {inference.workers} inference and {learner.workers} learner workers on one GPU, "
                     f"{taken:g} of it in all; it holds one learner worker and shares that sum to 1 at most"
+                )
+            if inference.most_workers > inference.workers:
+                raise ValueError(
+                    "inference.max_workers has no meaning with gpu_share, which puts all workers on one GPU"
                 )
             if sync.transport == "nccl":
                 raise ValueError("sync.transport = 'nccl' refuses two workers on one GPU; set 'ipc' or 'auto'")

@@ -4,20 +4,20 @@ import sys
 
 from olmorl.config.schema import Config
 from olmorl.controller.compose import Inputs
-from olmorl.controller.placement import Placement
 from olmorl.controller.run_directory import RunDirectory
 
 
 def announce(
-    config: Config, inputs: Inputs, *, directory: RunDirectory, placement: Placement, attempt: int, resumed_from: str
+    config: Config, inputs: Inputs, *, directory: RunDirectory, where: str, attempt: int, resumed_from: str
 ) -> None:
-    """`resumed_from`: the checkpoint that an attempt goes on from, or nothing."""
+    """`where`: which workers start, or on which cluster. `resumed_from`: the checkpoint an attempt goes on from, or
+    nothing."""
     rollout = config.rollout
     for line in (
         f"run directory: {directory.path}",
         f"{config.run.steps} steps of {rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} samples, from "
         f"{len(inputs.train):,} prompts" + (f", going on from {resumed_from}" if resumed_from else ""),
-        f"starting {placement.describe()}; logs in {directory.logs(attempt)}",
+        f"starting {where}; logs in {directory.logs(attempt)}",
         *(
             f"evaluating on {one.name}: {len(one.prompts):,} prompts, k = {one.samples_per_prompt}"
             for one in inputs.eval

@@ -1,72 +1,32 @@
 """Ray, and nothing else of the run: start it, place worker processes on it, call them with a deadline, stop it.
 
-Every worker is the same actor, `WorkerProcess`, which builds one inference or learner worker inside itself. Whatever
-goes wrong in there leaves as one of `olmorl.contract.errors`, so that the driver never unpickles a torch exception.
+Every worker is the same actor, `WorkerProcess`, which builds one inference or learner worker inside itself.
 """
 
 import asyncio
 import contextlib
-import faulthandler
-import importlib
 import logging
 import os
 import signal
-import sys
 import threading
-import traceback
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from olmorl.contract.errors import OlmoRLError, PlacementError, WorkerError, WorkerLostError
-from olmorl.controller.placement import Placement, count_gpus
+import olmorl
+from olmorl.contract.errors import PlacementError, WorkerLostError
+from olmorl.controller.placement import Bundle, Node, Placement
+from olmorl.controller.worker_process import WorkerProcess
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 LATE_SECONDS = 1.0  # a timer that comes so late was not looked at
+PACKAGES = ("olmorl", "inference", "learner")
 THREADS_PER_WORKER = 16  # calls one worker answers at once; most of them wait
-
-
-class WorkerProcess:
-    """Runs inside a Ray actor; `target` is "module:Class" of the worker it holds."""
-
-    def __init__(self, log_path: str) -> None:
-        _redirect_output(Path(log_path))
-        self._worker: Any = None
-
-    def start(self, target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        module, _, name = target.partition(":")
-        with _only_our_errors():
-            self._worker = getattr(importlib.import_module(module), name)(*args, **kwargs)
-
-    def call(self, method: str, args: tuple[Any, ...]) -> Any:
-        with _only_our_errors():
-            return getattr(self._worker, method)(*args)
-
-
-@contextlib.contextmanager
-def _only_our_errors() -> Iterator[None]:
-    try:
-        yield
-    except OlmoRLError as error:
-        raise type(error)(str(error)) from None
-    except Exception as error:
-        traceback.print_exc()
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{Path(frame.filename).name}:{frame.lineno}"
-        raise WorkerError(f"{type(error).__name__}: {error} ({where})") from None
-
-
-def _redirect_output(path: Path) -> None:
-    """Send what this process prints to its own log file, where the run directory can be reached from this node."""
-    if not path.parent.is_dir():
-        return
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(file, sys.stdout.fileno())
-    os.dup2(file, sys.stderr.fileno())
-    os.close(file)
-    faulthandler.enable()
+POLL_SECONDS = 1.0
 
 
 async def answer_within(seconds: float, answer: "asyncio.Future[T]") -> T:
@@ -89,18 +49,74 @@ async def answer_within(seconds: float, answer: "asyncio.Future[T]") -> T:
         answer.cancel()
 
 
+class Reservation:
+    """Resources for a group of processes that belong together: held from when they are free until released.
+
+    Either all bundles are held or none. A process may be spawned in one before it is held, and starts then.
+    """
+
+    def __init__(self, bundles: list[Bundle], *, one_node: bool = False) -> None:
+        from ray.util import placement_group
+
+        self.bundles = bundles
+        self._group = placement_group(bundles, strategy="STRICT_PACK" if one_node else "PACK")
+
+    def is_held(self, *, timeout: float) -> bool:
+        """Waits up to `timeout` seconds for it."""
+        return self._group.wait(timeout)
+
+    def order(self) -> list[int]:
+        """Indices of the bundles, those on one node side by side."""
+        from ray.util import placement_group_table
+
+        nodes = placement_group_table(self._group)["bundles_to_node_id"]
+        return sorted(range(len(self.bundles)), key=lambda index: (nodes[index], index))
+
+    def options(self, index: int) -> dict[str, Any]:
+        """Of an actor in the bundle of that index."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        bundle = self.bundles[index]
+        return {
+            "num_cpus": bundle.get("CPU", 0),
+            "num_gpus": bundle.get("GPU", 0),
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, index),
+        }
+
+    def release(self) -> None:
+        from ray.util import remove_placement_group
+
+        remove_placement_group(self._group)
+
+
 class Remote:
     """The driver's handle on one worker process."""
 
-    def __init__(self, name: str, actor: Any) -> None:
+    def __init__(self, name: str, actor: Any, *, give_back: Callable[[], None] | None = None) -> None:
+        """`give_back`: what becomes of its place when it is killed."""
         self.name = name
+        self.node = ""
+        """id of the cluster's node that it is on, once it is placed"""
         self._actor = actor
+        self._give_back = give_back
 
     def kill(self) -> None:
-        """End the process, whatever it does; it answers nothing more."""
+        """End the process, whatever it does, and give back what it held; it answers nothing more."""
         import ray
 
         ray.kill(self._actor)
+        give_back, self._give_back = self._give_back, None
+        if give_back is not None:
+            give_back()
+
+    async def placed(self) -> None:
+        """Wait until the cluster has room for the process and it runs: as long as that takes."""
+        from ray.exceptions import OutOfMemoryError, RayActorError
+
+        try:
+            self.node = await asyncio.wrap_future(self._actor.node.remote().future())
+        except (RayActorError, OutOfMemoryError) as error:
+            raise WorkerLostError(f"{self.name} could not be placed: {_first_line(error)}") from None
 
     async def start(self, target: str, *args: Any, timeout: float, **kwargs: Any) -> None:
         await self._get(self._actor.start.remote(target, args, kwargs), "start", timeout)
@@ -119,31 +135,33 @@ class Remote:
         except RayTaskError as error:
             raise error.cause from None
         except (RayActorError, OutOfMemoryError) as error:  # the second: Ray ended it, short of memory
-            reason = str(error).strip().splitlines()[0]
-            raise WorkerLostError(f"{self.name} died during {method}(): {reason}") from None
+            raise WorkerLostError(f"{self.name} died during {method}(): {_first_line(error)}") from None
 
 
-def check_placement(placement: Placement, *, address: str | None) -> None:
-    """Raises PlacementError at once for what this machine can never hold. A running cluster is asked when joined."""
-    if not _is_running(address):
-        placement.check({"CPU": placement.cpus, "GPU": count_gpus()})  # CPUs are ours to declare, see Cluster
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]
 
 
-def _is_running(address: str | None) -> bool:
-    return bool(address or os.environ.get("RAY_ADDRESS"))
+def cluster_address(configured: str | None) -> str | None:
+    """Of the running cluster that a run joins; None: it starts one of its own on this machine."""
+    return configured or os.environ.get("RAY_ADDRESS") or None
 
 
 class Cluster:
-    """A Ray cluster that holds the workers of one run. Use as a context manager: leaving it stops them."""
+    """A Ray cluster, and the workers of one run on it. Use as a context manager: leaving it stops them."""
 
-    def __init__(self, placement: Placement, *, address: str | None, log_dir: Path, start_timeout: float) -> None:
-        self._placement = placement
-        self._address = address
+    def __init__(self, *, address: str | None, cpus: int, log_dir: Path) -> None:
+        """`address` of a running cluster; None starts one here that has at least `cpus` CPUs to give."""
         self.log_dir = log_dir
-        self._start_timeout = start_timeout
+        self._address = address
+        self._joined = address is not None
+        self._cpus = cpus
         self._actors: list[Any] = []
-        self._group: Any = None
-        self._joined = _is_running(address)
+        self._reservations: list[Reservation] = []
+        self._engine_bundles: list[Bundle] = []
+        self._for_engines: list[tuple[Reservation, int]] = []  # that no process is in
+        self._for_learners: list[tuple[Reservation, int]] = []
+        self._shares_gpu = False
 
     def __enter__(self) -> "Cluster":
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -157,14 +175,13 @@ class Cluster:
         try:
             with _interrupts_deferred():
                 ray.init(
-                    address=self._address or os.environ.get("RAY_ADDRESS"),
-                    num_cpus=None if self._joined else max(os.cpu_count() or 1, self._placement.cpus),
+                    address=self._address or "local",  # without a word Ray would join what runs on this machine
+                    num_cpus=None if self._joined else max(os.cpu_count() or 1, self._cpus),
                     include_dashboard=None if self._joined else False,
                     log_to_driver=False,
                     logging_level=logging.ERROR,
-                    runtime_env={"env_vars": {"OMP_WAIT_POLICY": "passive", "TOKENIZERS_PARALLELISM": "false"}},
+                    runtime_env=_runtime_env(ship_source=self._joined),
                 )
-            self._place()
         except ConnectionError as error:
             raise PlacementError(f"no Ray cluster answers at {self._address}: {error}") from None
         except BaseException:
@@ -174,41 +191,113 @@ class Cluster:
             os.chdir(here)
         return self
 
-    def _place(self) -> None:
+    def nodes(self) -> list[Node]:
+        """Those that are alive, with all they have, in use or not."""
         import ray
-        from ray.util import placement_group
 
-        self._placement.check(ray.cluster_resources())
-        self._group = placement_group(self._placement.bundles, strategy="PACK")
-        ready, _ = ray.wait([self._group.ready()], timeout=self._start_timeout)
-        if not ready:
-            raise PlacementError(
-                f"the cluster did not free {self._placement.describe()} within {self._start_timeout:g} s; "
-                f"available now: {_plain(ray.available_resources())}"
-            )
+        return [
+            Node.of(node["NodeManagerAddress"], node["Resources"], id=node["NodeID"])
+            for node in ray.nodes()
+            if node["Alive"]
+        ]
 
-    def spawn(self, name: str, slot: int) -> Remote:
-        """A worker process in the `slot`-th bundle of the placement, which nobody else may hold any more."""
+    def has_node(self, node_id: str) -> bool:
         import ray
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        bundle = self._placement.bundles[slot]
+        return any(node["Alive"] and node["NodeID"] == node_id for node in ray.nodes())
+
+    def wait_for_nodes(self, count: int, *, timeout: float) -> None:
+        """Until the cluster has so many. Raises PlacementError after `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        while len(nodes := self.nodes()) < count:
+            if time.monotonic() > deadline:
+                raise PlacementError(
+                    f"{len(nodes)} of cluster.nodes = {count} nodes joined within {timeout:g} s: "
+                    f"{'; '.join(map(str, nodes))}. See why the others did not, or lower cluster.nodes"
+                )
+            time.sleep(POLL_SECONDS)
+
+    def wait_for_room(self, placement: Placement, *, timeout: float) -> None:
+        """Until nodes that could hold it are there: those that were lost may come back, or others in their place."""
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                return placement.check(self.nodes())
+            except PlacementError:
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(POLL_SECONDS)
+
+    def reserve(self, placement: Placement, *, timeout: float) -> None:
+        """Hold what the workers need. Raises PlacementError if the cluster cannot, or does not within `timeout` s."""
+        import ray
+
+        placement.check(self.nodes())
+        self._engine_bundles, self._shares_gpu = placement.engine_bundles, placement.shares_gpu
+        number = placement.inference_workers
+        if placement.shares_gpu:
+            shared = self._reserve([*placement.engine_bundles * number, *placement.learner_bundles[0]], one_node=True)
+            self._for_engines = [(shared, index) for index in range(number)]
+            self._for_learners = [(shared, number)]
+            learners = []
+        else:
+            learners = [self._reserve(shard_group) for shard_group in placement.learner_bundles]
+            self._for_engines = [(self._reserve(placement.engine_bundles), 0) for _ in range(number)]
+        deadline = time.monotonic() + timeout
+        for reservation in self._reservations:
+            while not reservation.is_held(timeout=POLL_SECONDS):  # a short wait, which Ctrl-C can end
+                if time.monotonic() > deadline:
+                    raise PlacementError(
+                        f"the cluster did not free {placement.describe()} within {timeout:g} s; "
+                        f"available now: {_plain(ray.available_resources())}. End what else runs there, or add nodes"
+                    )
+        self._for_learners += [(reservation, index) for reservation in learners for index in reservation.order()]
+
+    def spawn_learner(self, name: str) -> Remote:
+        """In one of the places reserved. Call it for each rank in turn: ranks of a shard group are side by side."""
+        reservation, index = self._for_learners.pop(0)
+        return self._spawn(name, reservation.options(index))
+
+    def spawn_engine(self, name: str) -> Remote:
+        """In a place reserved, or in another as soon as the cluster has room; `Remote.placed` waits for that."""
+        place = self._for_engines.pop(0) if self._for_engines else (self._reserve(self._engine_bundles), 0)
+        reservation, index = place
+        return self._spawn(name, reservation.options(index), give_back=partial(self._vacate, place))
+
+    def spawn_on(self, node: Node, name: str) -> Remote:
+        """A process on that node that takes none of its resources."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        return self._spawn(
+            name, {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node.id, soft=False)}
+        )
+
+    def _reserve(self, bundles: list[Bundle], *, one_node: bool = False) -> Reservation:
+        self._reservations.append(Reservation(bundles, one_node=one_node))
+        return self._reservations[-1]
+
+    def _vacate(self, place: tuple[Reservation, int]) -> None:
+        """The next engine takes the place over, unless it may be gone with its node while there is room on another."""
+        reservation, _ = place
+        if self._joined and not self._shares_gpu:
+            self._reservations.remove(reservation)
+            reservation.release()
+        else:
+            self._for_engines.append(place)
+
+    def _spawn(self, name: str, options: dict[str, Any], *, give_back: Callable[[], None] | None = None) -> Remote:
+        import ray
+
         actor = (
             ray.remote(WorkerProcess)
-            .options(
-                num_cpus=bundle.get("CPU", 0),
-                num_gpus=bundle.get("GPU", 0),
-                max_concurrency=THREADS_PER_WORKER,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, slot),
-            )
+            .options(max_concurrency=THREADS_PER_WORKER, **options)
             .remote(str(self.log_dir / f"{name}.log"))
         )
         self._actors.append(actor)
-        return Remote(name, actor)
+        return Remote(name, actor, give_back=give_back)
 
     def __exit__(self, *exc: object) -> None:
         import ray
-        from ray.util import remove_placement_group
 
         if not ray.is_initialized():
             return
@@ -216,9 +305,19 @@ class Cluster:
             ray.kill(actor)
         # A cluster of our own ends as a whole. It may have ended already, when a polite kill went to all processes of
         # a group: then Ray would wait for it a minute, and end this process.
-        if self._group is not None and self._joined:
-            remove_placement_group(self._group)
+        if self._joined:
+            for reservation in self._reservations:
+                reservation.release()
         ray.shutdown()
+
+
+def _runtime_env(*, ship_source: bool) -> dict[str, Any]:
+    """Of all workers. Our packages go to other machines as they are here, once to each node."""
+    source = Path(olmorl.__file__).resolve().parents[1]
+    return {
+        "env_vars": {"OMP_WAIT_POLICY": "passive", "TOKENIZERS_PARALLELISM": "false"},
+        **({"py_modules": [str(source / name) for name in PACKAGES]} if ship_source else {}),
+    }
 
 
 @contextlib.contextmanager

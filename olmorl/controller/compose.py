@@ -12,12 +12,12 @@ from transformers import PreTrainedTokenizerFast
 
 from inference.model.architecture import read_architecture
 from olmorl.config.schema import Config
-from olmorl.contract.errors import ConfigError
+from olmorl.contract.errors import ConfigError, ModelError
 from olmorl.contract.training import ScoreRequest
 from olmorl.controller.canary import canary_sequences
 from olmorl.controller.cluster import Cluster, Remote
 from olmorl.controller.evaluate import EvalSet, load_eval_sets
-from olmorl.controller.fleet import replace_engine, resolve_dtype, start_fleet
+from olmorl.controller.fleet import engine_config, resolve_dtype, start_engine, start_fleet
 from olmorl.controller.group import Group
 from olmorl.controller.loop import training_params
 from olmorl.controller.parity import ParityGate, parity_limits, parity_prompts
@@ -131,16 +131,25 @@ async def compose(
         version, totals = state.step, state.totals
         prompts, groups = state.prompts(selection), state.groups(selection)
     fleet = await start_fleet(config, cluster=cluster, placement=placement)
-    numbers = count(len(fleet.engines))  # a replacement never takes a name that was there before
+    numbers = count(len(fleet.engines))  # a newcomer never takes a name that was there before
 
-    async def start_engine(slot: int) -> Remote:
-        return await replace_engine(slot, next(numbers), config=config, cluster=cluster, placement=placement)
+    def spawn() -> Remote:
+        return cluster.spawn_engine(f"inference-{next(numbers)}")
+
+    async def start(engine: Remote) -> None:
+        settings = engine_config(config, placement, cluster.log_dir)
+        info = await start_engine(engine, settings, timeout=config.cluster.start_timeout_seconds)
+        if info.tensors != fleet.engine_infos[0].tensors:
+            raise ModelError(f"{engine.name} on {info.host} holds another model; is its model folder the same?")
 
     supervisor = EngineSupervisor(
-        start_engine=start_engine,
+        spawn_engine=spawn,
+        start_engine=start,
+        has_node=cluster.has_node,
         heartbeat_seconds=config.cluster.heartbeat_seconds,
         max_restarts=config.cluster.max_restarts,
         min_workers=config.cluster.min_inference_workers,
+        patience_seconds=config.cluster.start_timeout_seconds,
     )
     service = RolloutService(on_lost=supervisor.lost)
     sync = WeightSync(
@@ -153,7 +162,8 @@ async def compose(
     )
     supervisor.attach(service=service, sync=sync)
     await sync.connect(fleet.engine_infos[0])
-    await asyncio.gather(*(supervisor.watch(slot, engine) for slot, engine in enumerate(fleet.engines)))
+    await asyncio.gather(*(supervisor.watch(engine) for engine in fleet.engines))
+    supervisor.invite(config.inference.most_workers - len(fleet.engines))
     if checkpoint is not None:
         await fleet.load(checkpoint / "learner", timeout=config.learner.step_timeout_seconds)
     gate = ParityGate(

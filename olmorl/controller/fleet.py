@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from olmorl.config.schema import Config
-from olmorl.contract.errors import ModelError
+from olmorl.contract.errors import ModelError, WorkerLostError
 from olmorl.contract.generation import EngineConfig, WorkerInfo
 from olmorl.contract.training import LearnerConfig
-from olmorl.controller.cluster import Cluster, Remote
+from olmorl.controller.cluster import Cluster, Remote, answer_within
 from olmorl.controller.placement import Placement
 from olmorl.metrics.utilization import Peak
 
@@ -41,11 +41,11 @@ class Fleet:
 async def start_fleet(config: Config, *, cluster: Cluster, placement: Placement) -> Fleet:
     """Start every worker at once. Each has cluster.start_timeout_seconds."""
     deadline = config.cluster.start_timeout_seconds
-    remotes = [cluster.spawn(name, slot) for slot, name in enumerate(placement.names)]
-    engines, learners = remotes[: placement.inference_workers], remotes[placement.inference_workers :]
-    starts = [_start_engine(engine, config, placement, cluster.log_dir) for engine in engines]
-    await asyncio.gather(*starts, _start_learners(learners, _learner_config(config, placement), deadline))
-    infos = await asyncio.gather(*(e.call("info", timeout=deadline) for e in engines))
+    engines = [cluster.spawn_engine(f"inference-{i}") for i in range(placement.inference_workers)]
+    learners = [cluster.spawn_learner(f"learner-{i}") for i in range(placement.learner_workers)]
+    settings = engine_config(config, placement, cluster.log_dir)
+    starts = asyncio.gather(*(_start_placed_engine(engine, settings, deadline) for engine in engines))
+    infos, _ = await asyncio.gather(starts, _start_learners(learners, _learner_config(config, placement), deadline))
     learner_info = await learners[0].call("info", timeout=deadline)
     if any(info.tensors != infos[0].tensors for info in infos):
         raise ModelError("the inference workers hold different models; are their model folders the same?")
@@ -58,21 +58,19 @@ async def start_fleet(config: Config, *, cluster: Cluster, placement: Placement)
     )
 
 
-async def replace_engine(slot: int, number: int, *, config: Config, cluster: Cluster, placement: Placement) -> Remote:
-    """Start a worker in the slot of one that was lost; `number` is new in this run."""
-    engine = cluster.spawn(f"inference-{number}", slot)
+async def _start_placed_engine(engine: Remote, settings: EngineConfig, deadline: float) -> WorkerInfo:
     try:
-        await _start_engine(engine, config, placement, cluster.log_dir)
-    except BaseException:
-        engine.kill()
-        raise
-    return engine
+        await answer_within(deadline, asyncio.ensure_future(engine.placed()))
+    except TimeoutError:
+        raise WorkerLostError(f"{engine.name}: its process did not start within {deadline:g} s") from None
+    return await start_engine(engine, settings, timeout=deadline)
 
 
-async def _start_engine(engine: Remote, config: Config, placement: Placement, log_dir: Path) -> None:
-    deadline = config.cluster.start_timeout_seconds
-    settings = engine_config(config, placement, log_dir)
-    await engine.start(INFERENCE_WORKER, settings, name=engine.name, timeout=deadline)
+async def start_engine(engine: Remote, settings: EngineConfig, *, timeout: float) -> WorkerInfo:
+    """Make an engine of a process that is placed. Two answers, each within `timeout` seconds."""
+    await engine.start(INFERENCE_WORKER, settings, name=engine.name, timeout=timeout)
+    info: WorkerInfo = await engine.call("info", timeout=timeout)
+    return info
 
 
 async def _start_learners(learners: list[Remote], config: LearnerConfig, deadline: float) -> None:

@@ -8,19 +8,23 @@ import asyncio
 import logging
 import threading
 from collections.abc import Coroutine
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from olmorl.config.dump import dump_toml
 from olmorl.config.schema import Config
 from olmorl.contract.errors import SyncError, WorkerLostError
 from olmorl.controller.announce import announce
-from olmorl.controller.cluster import Cluster, check_placement
+from olmorl.controller.cluster import Cluster, cluster_address
 from olmorl.controller.compose import compose, load_inputs
 from olmorl.controller.loop import Batch
-from olmorl.controller.placement import plan_placement
+from olmorl.controller.placement import Placement, plan_placement, this_machine
 from olmorl.controller.run_directory import RunDirectory, write_atomically, write_json
 from olmorl.controller.scoring import Scorer
 from olmorl.controller.session import Session
+from olmorl.controller.stage import Stage, stage
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -41,6 +45,7 @@ class Run:
     def __init__(self, config: Config, *, resume: bool = False) -> None:
         self.config = config
         self._resume = resume
+        self._lost_workers = False
         self._directory = RunDirectory(config.run.directory)
         self._open_loop()
         self._cluster: Cluster | None = None
@@ -69,7 +74,7 @@ class Run:
                 log.warning("%s; starting again from the newest checkpoint, %d restarts left", error, restarts_left - 1)
             self.close()
             self._open_loop()
-            self._resume = True
+            self._resume = self._lost_workers = True
         return self._attempt()
 
     def _attempt(self) -> dict[str, Any]:
@@ -94,8 +99,12 @@ class Run:
         assert self._session is None, "start() was called before"
         config, directory = self.config, self._directory
         inputs = load_inputs(config)
-        placement = plan_placement(config)
-        check_placement(placement, address=config.cluster.address)
+        address = cluster_address(config.cluster.address)
+        where = f"on the cluster at {address}"
+        if address is None:
+            here = plan_placement(config)
+            here.check([this_machine(cpus=here.cpus)])  # CPUs are ours to declare
+            where = here.describe()
         self._thread.start()
         self._scorer = self._do(
             Scorer.start(
@@ -110,27 +119,41 @@ class Run:
         write_atomically(directory.config_file, dump_toml(config))
         if config.logging.console:
             resumed = checkpoint.name if checkpoint else ""
-            announce(config, inputs, directory=directory, placement=placement, attempt=attempt, resumed_from=resumed)
-        self._cluster = Cluster(
-            placement,
-            address=config.cluster.address,
-            log_dir=directory.logs(attempt),
-            start_timeout=config.cluster.start_timeout_seconds,
-        )
-        self._cluster.__enter__()
-        self._session = self._do(
-            compose(
-                config,
-                inputs=inputs,
-                directory=directory,
-                attempt=attempt,
-                checkpoint=checkpoint,
-                cluster=self._cluster,
-                placement=placement,
-                scorer=self._scorer,
+            announce(config, inputs, directory=directory, where=where, attempt=attempt, resumed_from=resumed)
+        tell = partial(stage, told=address is not None)
+        cluster, placement = self._open_cluster(address, directory.logs(attempt), tell=tell)
+        with tell("workers load the model", seconds=config.cluster.start_timeout_seconds):
+            self._session = self._do(
+                compose(
+                    config,
+                    inputs=inputs,
+                    directory=directory,
+                    attempt=attempt,
+                    checkpoint=checkpoint,
+                    cluster=cluster,
+                    placement=placement,
+                    scorer=self._scorer,
+                )
             )
-        )
-        self._do(self._session.start())
+        with tell("the engines take the learners' weights", seconds=config.sync.timeout_seconds):
+            self._do(self._session.start())
+
+    def _open_cluster(self, address: str | None, log_dir: Path, *, tell: Stage) -> tuple[Cluster, Placement]:
+        """Start it or join it, and hold what the workers need there."""
+        config, seconds = self.config, self.config.cluster.start_timeout_seconds
+        cluster = self._cluster = Cluster(address=address, cpus=plan_placement(config).cpus, log_dir=log_dir)
+        cluster.__enter__()
+        if not self._lost_workers:
+            with tell(f"{config.cluster.nodes} nodes join", seconds=seconds):
+                cluster.wait_for_nodes(config.cluster.nodes, timeout=seconds)
+        placement = plan_placement(config, None if address is None else cluster.nodes())
+        if self._lost_workers:  # what is left may hold no more; others join as there is room
+            if not placement.shares_gpu:
+                placement = replace(placement, inference_workers=config.cluster.min_inference_workers)
+            cluster.wait_for_room(placement, timeout=seconds)
+        with tell(f"room for {placement.describe()}", seconds=seconds):
+            cluster.reserve(placement, timeout=seconds)
+        return cluster, placement
 
     @property
     def version(self) -> int:

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-from dataclasses import replace
 from itertools import count
 
 from olmorl.contract.errors import ModelError, OlmoRLError, WorkerError
@@ -23,9 +22,9 @@ class Engines:
     def __init__(self, cluster: Cluster, config: EngineConfig, *, workers: int) -> None:
         self._cluster = cluster
         self._config = config
-        self._slots = range(workers)
-        self._alive: dict[str, tuple[int, Remote]] = {}
-        self._numbers = count(workers)  # a replacement never takes a name that was there before
+        self._workers = workers
+        self._alive: dict[str, Remote] = {}
+        self._numbers = count()  # a replacement never takes a name that was there before
         self._replacing: set[asyncio.Task[None]] = set()
         self._restarts = 0
         self._service: RolloutService | None = None
@@ -33,7 +32,7 @@ class Engines:
 
     async def start(self) -> list[WorkerInfo]:
         """All of them. Raises what a worker says of its model or its device."""
-        engines = await asyncio.gather(*(self._start(slot, slot) for slot in self._slots))
+        engines = await asyncio.gather(*(self._start() for _ in range(self._workers)))
         infos = await asyncio.gather(*(engine.call("info", timeout=START_SECONDS) for engine in engines))
         if any(info.tensors != infos[0].tensors for info in infos):
             raise ModelError("the inference workers hold different models; are their model folders the same?")
@@ -41,20 +40,20 @@ class Engines:
 
     def serve(self, service: RolloutService) -> None:
         self._service = service
-        for _, engine in self._alive.values():
+        for engine in self._alive.values():
             service.ensure_worker(engine)
 
     def lost(self, name: str, reason: str) -> None:
         """Safe to call at any time and more than once."""
-        slot, engine = self._alive.pop(name, (None, None))
-        if slot is None or engine is None or self._service is None:
+        engine = self._alive.pop(name, None)
+        if engine is None or self._service is None:
             return
         log.warning("%s is lost: %s", name, reason)
         engine.kill()
         self._service.remove_worker(name)
         if self._restarts < MAX_RESTARTS:
             self._restarts += 1
-            task = asyncio.create_task(self._replace(slot))
+            task = asyncio.create_task(self._replace())
             self._replacing.add(task)
             task.add_done_callback(self._replacing.discard)
         elif not self._alive and not self._replacing and not self._failed.done():
@@ -71,16 +70,21 @@ class Engines:
                 task.cancel()
             await asyncio.gather(*self._replacing, return_exceptions=True)
 
-    async def _start(self, slot: int, number: int) -> Remote:
-        engine = self._cluster.spawn(f"inference-{number}", slot)
-        config = replace(self._config)
-        await engine.start(INFERENCE_WORKER, config, name=engine.name, initial_version=0, timeout=START_SECONDS)
-        self._alive[engine.name] = (slot, engine)
+    async def _start(self) -> Remote:
+        engine = self._cluster.spawn_engine(f"inference-{next(self._numbers)}")
+        try:
+            await engine.start(
+                INFERENCE_WORKER, self._config, name=engine.name, initial_version=0, timeout=START_SECONDS
+            )
+        except OlmoRLError:
+            engine.kill()
+            raise
+        self._alive[engine.name] = engine
         return engine
 
-    async def _replace(self, slot: int) -> None:
+    async def _replace(self) -> None:
         try:
-            engine = await self._start(slot, next(self._numbers))
+            engine = await self._start()
         except OlmoRLError as error:
             log.warning("a replacement for an inference worker did not start: %s", error)
             if not self._alive and not self._failed.done():

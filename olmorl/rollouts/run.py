@@ -14,8 +14,8 @@ from olmorl.config.data_sections import RewardSection
 from olmorl.contract.errors import ConfigError
 from olmorl.contract.generation import EngineConfig
 from olmorl.controller.background import Background, first_cause
-from olmorl.controller.cluster import Cluster, check_placement
-from olmorl.controller.placement import Placement, count_gpus
+from olmorl.controller.cluster import Cluster, cluster_address
+from olmorl.controller.placement import Placement, count_gpus, this_machine
 from olmorl.controller.rollout import RolloutService
 from olmorl.controller.scoring import Scorer, verifiers_to_load
 from olmorl.data.source import read_source
@@ -59,12 +59,12 @@ def run_rollout(job: RolloutJob) -> dict[str, Any]:
     try:
         if inputs.total is None or tally.num_samples < inputs.total * job.params.n:
             cluster = Cluster(
-                inputs.placement,
-                address=job.address,
+                address=cluster_address(job.address),
+                cpus=inputs.placement.cpus,
                 log_dir=Path(f"{job.out}.logs").absolute(),
-                start_timeout=START_SECONDS,
             )
             with cluster:
+                cluster.reserve(inputs.placement, timeout=START_SECONDS)
                 figures = asyncio.run(_roll_out(job, inputs, cluster, files=files, tally=tally, attempt=attempt))
         complete = True
     finally:
@@ -85,7 +85,8 @@ def _load_inputs(job: RolloutJob) -> _Inputs:
     next(read_source(job.prompts, needs_answer=job.verifier is not None), None)
     section = RewardSection(workers=job.verifier_workers, timeout_seconds=job.verifier_timeout)
     placement, engine = _plan(job)
-    check_placement(placement, address=job.address)
+    if cluster_address(job.address) is None:
+        placement.check([this_machine(cpus=placement.cpus)])
     return _Inputs(
         engine=engine,
         placement=placement,
@@ -120,6 +121,7 @@ def _plan(job: RolloutJob) -> tuple[Placement, EngineConfig]:
     placement = Placement(
         inference_workers=job.workers,
         learner_workers=0,
+        shard_size=1,
         inference_device=device,  # type: ignore[arg-type]
         learner_device="cpu",
         inference_threads=threads,

@@ -35,7 +35,13 @@ def module_name(path: Path, root: Path) -> str:
 
 def test_the_driver_has_no_torch(root: Path, sources: list[Path]) -> None:
     """Everything of olmorl, all at once, but for what is run as a process of its own."""
-    own_process = ("olmorl.__main__", "olmorl.cli.torch_probe", "olmorl.quickstart.build", "olmorl.quickstart.__main__")
+    own_process = (
+        "olmorl.__main__",
+        "olmorl.cli.node_probe",
+        "olmorl.cli.torch_probe",
+        "olmorl.quickstart.build",
+        "olmorl.quickstart.__main__",
+    )
     names = [module_name(path, root) for path in sources]
     driver = [n for n in names if n.split(".")[0] == "olmorl" and n not in own_process]
     assert len(driver) > 30

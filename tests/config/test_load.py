@@ -224,5 +224,6 @@ def test_one_gpu_for_both_roles_is_checked_as_a_whole() -> None:
     assert "give both, or none" in refusal(None, *NEEDED, "learner.gpu_share=0.5")
     assert "shares that sum to 1" in refusal(None, *halves, "inference.workers=2")
     assert "one learner worker" in refusal(None, *halves, "learner.gpu_share=0.1", "learner.workers=2")
+    assert "max_workers has no meaning with gpu_share" in refusal(None, *halves, "inference.max_workers=2")
     assert "refuses two workers on one GPU" in refusal(None, *halves, "sync.transport=nccl")
     assert "no meaning" in refusal(None, *NEEDED, "sync.transport=ipc", "sync.staging=host")

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from olmorl.config.schema import Config
-from olmorl.contract.errors import DataError, StarvationError, WorkerError
+from olmorl.contract.errors import DataError, StarvationError, SyncError, WorkerError
 from olmorl.controller.background import Background
 from olmorl.controller.buffer import RolloutBuffer
 from olmorl.controller.compose import Inputs, load_inputs
+from olmorl.controller.evaluate import evaluate
 from olmorl.controller.group import Fate, Group, State
 from olmorl.controller.loop import Batch, RolloutLoops, request_seed
 from olmorl.controller.resume import PromptQueue
@@ -404,3 +405,26 @@ def judge(completion, truth, prompt):
 
     config = quickstart_config("reward.verifier=mostly_wrong:judge", "rollout.async_steps=0")
     drive(config, load_inputs(config), engine, scenario)
+
+
+def test_evaluation_is_reproducible_and_of_one_version(quickstart_config: MakeConfig, engine: Any) -> None:
+    config = quickstart_config("eval.samples_per_prompt=2")
+    inputs = load_inputs(config)
+
+    async def scenario(driver: Driver) -> None:
+        async def measure(version: int) -> Any:
+            [evaluation] = await evaluate(
+                inputs.eval, config=driver.config, service=driver.service, scorer=driver.scorer, version=version
+            )
+            return evaluation
+
+        alone = await driver.background.unless_failed(measure(0))
+        driver.background.start_loop("rollouts", driver.loops.run())
+        in_company = await driver.background.unless_failed(measure(0))
+        assert (alone.avg_at_k, alone.num_tokens) == (in_company.avg_at_k, in_company.num_tokens)
+        assert (len(alone.groups), alone.k, alone.num_unscored) == (4, 2, 0)
+        assert alone.avg_at_k.mean <= alone.pass_at(2).mean
+        with pytest.raises(SyncError, match=r"evaluation of version 1 met tokens of version \[0\]"):
+            await driver.background.unless_failed(measure(1))
+
+    drive(config, inputs, engine, scenario)

@@ -14,6 +14,27 @@ from olmorl.controller.supervisor import EngineSupervisor
 from olmorl.controller.sync import WeightSync
 
 HEARTBEAT_SECONDS = 0.5
+PATIENCE_SECONDS = 1000.0  # where restarts are used up nobody waits so long
+
+
+class Process:
+    """An engine of this process, behind what a supervisor knows of a worker. There is always room for it."""
+
+    node = "here"
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.engine: Any = None
+
+    async def placed(self) -> None:
+        pass
+
+    async def call(self, method: str, *args: Any, timeout: float) -> Any:
+        return await self.engine.call(method, *args, timeout=timeout)
+
+    def kill(self) -> None:
+        if self.engine is not None:
+            self.engine.kill()
 
 
 class Fleet:
@@ -24,10 +45,13 @@ class Fleet:
         self._start = start
         self.started: list[str] = []
         self.supervisor = EngineSupervisor(
+            spawn_engine=self.spawn_engine,
             start_engine=self.start_engine,
+            has_node=lambda node: node == Process.node,
             heartbeat_seconds=HEARTBEAT_SECONDS,
             max_restarts=max_restarts,
             min_workers=min_workers,
+            patience_seconds=PATIENCE_SECONDS,
         )
         self.service = RolloutService(on_lost=self.supervisor.lost)
         self.sync = WeightSync(
@@ -40,16 +64,18 @@ class Fleet:
         )
         self.supervisor.attach(service=self.service, sync=self.sync)
 
-    async def start_engine(self, slot: int) -> Any:
-        name = f"inference-{next(self._numbers)}"
-        engine = await asyncio.to_thread(self._start, name)
-        self.started.append(name)
-        return engine
+    def spawn_engine(self) -> Any:
+        return Process(f"inference-{next(self._numbers)}")
 
-    async def add(self, slot: int = 0) -> Any:
-        engine = await self.start_engine(slot)
-        await self.supervisor.watch(slot, engine)
-        return engine
+    async def start_engine(self, process: Any) -> None:
+        process.engine = await asyncio.to_thread(self._start, process.name)
+        self.started.append(process.name)
+
+    async def add(self) -> Any:
+        process = self.spawn_engine()
+        await self.start_engine(process)
+        await self.supervisor.watch(process)
+        return process.engine
 
 
 @pytest.fixture
@@ -118,8 +144,8 @@ def test_replacements_that_do_not_start_count_as_restarts(supervise: Callable[..
         raise WorkerLostError(f"{name} died on its way up")
 
     async def scenario(fleet: Fleet) -> None:
-        fleet.supervisor._replace(0, "the first is lost")
-        with pytest.raises(WorkerError, match=r"after 3 restarts.*inference-2 died on its way up"):
+        fleet.supervisor.invite(1)
+        with pytest.raises(WorkerError, match=r"after 3 restarts.*inference-3 died on its way up"):
             await fleet.supervisor.run()
 
     supervise(scenario, start=refuse, max_restarts=3)
@@ -127,8 +153,8 @@ def test_replacements_that_do_not_start_count_as_restarts(supervise: Callable[..
 
 def test_below_the_floor_the_run_ends_although_some_are_left(supervise: Callable[..., None]) -> None:
     async def scenario(fleet: Fleet) -> None:
-        await fleet.add(0)
-        await fleet.add(1)
+        await fleet.add()
+        await fleet.add()
         fleet.supervisor.lost("inference-0", "a node went away")
         with pytest.raises(WorkerError, match=r"1 inference workers are left.*min_inference_workers = 2; .*went away"):
             await fleet.supervisor.run()
@@ -147,3 +173,20 @@ def test_a_replacement_is_stale_until_it_committed(supervise: Callable[..., None
         assert fleet.sync.serving == [] and fleet.service.stats == {}
 
     supervise(scenario, max_restarts=1)
+
+
+def test_a_newcomer_that_is_lost_while_it_is_taken_in_is_not_waited_for(
+    supervise: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its vacancy is still open then, and would count as one to come."""
+
+    async def scenario(fleet: Fleet) -> None:
+        async def add(engine: Any) -> None:
+            raise WorkerLostError(f"{engine.name} died as it was taken in")
+
+        monkeypatch.setattr(fleet.sync, "add", add)
+        fleet.supervisor.invite(1)
+        with pytest.raises(WorkerError, match=r"after 0 restarts.*no restart is left.*inference-0 died as it was"):
+            await fleet.supervisor.run()
+
+    supervise(scenario, max_restarts=0)

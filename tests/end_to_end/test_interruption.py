@@ -50,6 +50,7 @@ def test_kill_and_resume(command: Any, checks: Any) -> None:
     assert again and all(row.seed == seeds[row.prompt_id] for row in again), "another seed for the same occurrence"
 
 
+@pytest.mark.soak
 def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(command: Any, checks: Any) -> None:
     process = command.start("run.steps=400", "checkpoint.every=1", "checkpoint.keep=3")
     command.wait_for(lambda: set(checkpoints(command).values()) == {True, False}, process)
@@ -70,6 +71,7 @@ def read_attempt(command: Any, attempt: int) -> list[Any]:
     return [row for file in files for row in read_rollouts(file)]
 
 
+@pytest.mark.soak
 def test_ctrl_c_in_every_phase_and_resume(command: Any, checks: Any) -> None:
     settings = ["run.steps=400", "checkpoint.every=2"]
 

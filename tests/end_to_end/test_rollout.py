@@ -135,6 +135,7 @@ def made_prompt(index: int) -> Prompt:
     return Prompt(index=index, token_ids=ids, text="", checks=(), data_source="", epoch=0, position=index)
 
 
+@pytest.mark.soak
 def test_killed_and_resumed_on_two_workers(rollout: Rollout) -> None:
     two = ("--workers", "2")
     rollout.break_off("out.parquet", by=signal.SIGKILL, rows=3)

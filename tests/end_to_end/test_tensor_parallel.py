@@ -16,6 +16,7 @@ def followers(command: Any) -> list[psutil.Process]:
     return [process for process in command.processes() if "inference.follower" in process.cmdline()]
 
 
+@pytest.mark.soak
 def test_a_group_trains_and_is_replaced_as_one_when_a_follower_dies(command: Any, checks: Any) -> None:
     process = command.start("inference.tensor_parallel=2", "inference.overlap=true", f"run.steps={STEPS}")
     metrics = command.directory / "metrics.jsonl"

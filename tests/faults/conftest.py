@@ -25,6 +25,8 @@ FOLDER = Path(__file__).parent
 
 def judge(completion, truth, prompt):
     """Pays by a hash of the answer: most groups carry signal, and every run pays the same."""
+    if not completion:  # as the check of the ground truths asks, before anything starts
+        return 0
     with open(FOLDER / "verdicts", "ab") as verdicts:
         given = verdicts.tell()
         if (FOLDER / "shut").exists() and given >= int((FOLDER / "shut").read_text()):
@@ -138,9 +140,6 @@ class Stage:
             self.command.verifier().send_signal(number)
         else:
             self.command.worker(target).send_signal(number)
-
-    def cpu_seconds(self, worker: str) -> float:
-        return self.command.worker(worker).cpu_times().user
 
     def strike_when_there(self, worker: str, number: signal.Signals) -> None:
         """Wait until the worker has begun to start."""

@@ -39,6 +39,7 @@ def trained(command: Any) -> Counter[tuple[str, int, tuple[int, ...]]]:
     )
 
 
+@pytest.mark.soak
 def test_killed_once(command: Any, checks: Any) -> None:
     """What is done again is what was done before: the same tokens in the same steps."""
     settings = (*SETTINGS, *SYNCHRONOUS, "checkpoint.every=3", "eval.every=1", "optim.schedule=constant")
