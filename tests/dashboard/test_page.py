@@ -100,7 +100,7 @@ def test_rollouts_are_read_as_text_with_the_keyboard_alone(
     assert page.tab.locator("#groups details").count() == 3
     page.tab.focus("#groups details summary >> nth=0")
     page.tab.keyboard.press("Enter")
-    assert page.tab.locator("#groups .sample").count() == 4
+    page.until("document.querySelectorAll('#groups .sample').length === 4")
     colours = page.tab.evaluate("[...document.querySelectorAll('.tokens span')].map(s => s.style.background)")
     page.tab.select_option("#colour", "versions")
     page.tab.focus("#groups details summary >> nth=0")
