@@ -29,6 +29,7 @@ _BLUE, _ORANGE, _GREEN, _RED, _PURPLE, _SKY, _YELLOW, _GREY = (
 _CYCLE = (_BLUE, _ORANGE, _GREEN, _RED, _PURPLE, _SKY, _YELLOW, _GREY)
 _DASHES = ("solid", "dot", "dash", "longdash")
 _ACTIVITY = {
+    "starting": _YELLOW,
     "decode": _BLUE,
     "prefill": _SKY,
     "recompute": _PURPLE,
@@ -37,7 +38,6 @@ _ACTIVITY = {
     "sending": _ORANGE,
     "checkpointing": _PURPLE,
     "waiting": _GREY,
-    "starting": _YELLOW,
 }
 _FATE: dict[str, str] = dict(
     zip(BINS, (_GREEN, _GREY, _SKY, _ORANGE, _YELLOW, _PURPLE, _BLUE, _RED, "#A56A43", "#5C6370"), strict=True)
