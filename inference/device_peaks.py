@@ -6,20 +6,14 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-# (part of the name, dense bf16 FLOP/s, bytes/s): vendors' figures
-_KNOWN_GPUS = (
-    ("A100", 312e12, 2.04e12),
-    ("H100", 990e12, 3.35e12),
-    ("H200", 990e12, 4.8e12),
-    ("B200", 2250e12, 8e12),
-)
+from olmorl.contract.peaks import VENDOR_PEAKS
 
 
 def device_peaks(device: torch.device) -> tuple[float, float, str]:
     """(FLOP/s, bytes/s, source). Measured where no vendor's figure is known; takes under half a second on a CPU."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
-        for part, flops, bandwidth in _KNOWN_GPUS:
+        for part, (flops, bandwidth) in VENDOR_PEAKS.items():
             if part in name:
                 return flops, bandwidth, f"vendor figures for {part}"
     matrix = torch.ones(768, 768, device=device)

@@ -6,12 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-VENDOR_PEAKS = {  # dense bfloat16 FLOP/s, bytes/s
-    "A100": (312e12, 2.04e12),
-    "H100": (990e12, 3.35e12),
-    "H200": (990e12, 4.8e12),
-    "B200": (2250e12, 8.0e12),
-}
+from olmorl.contract.peaks import VENDOR_PEAKS
+
 MATRIX = 1024  # of the product that is timed on a CPU
 STREAM_BYTES = 128 << 20  # read in one go; well beyond the caches
 REPEATS = 3

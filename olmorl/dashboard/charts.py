@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -59,7 +60,7 @@ def _lines(
     """One line a metric and run; runs differ by dash, metrics by colour. A pair is (metric, label)."""
     figure = go.Figure()
     for number, run in enumerate(runs):
-        for colour, name in zip(_repeated(_CYCLE), names, strict=False):
+        for colour, name in zip(cycle(_CYCLE), names, strict=False):
             metric, label = name if isinstance(name, tuple) else (name, name.split("/", 1)[1])
             steps, values = run.series(metric)
             if steps:
@@ -179,7 +180,7 @@ def _version_lag(runs: Runs) -> go.Figure:
 def _workers(runs: Runs, gauge: str, *, percent: bool = False) -> go.Figure:
     figure = go.Figure()
     rows = [row for row in runs[0].timeline(TIMELINE_SECONDS) if gauge in row]
-    for colour, worker in zip(_repeated(_CYCLE), dict.fromkeys(row["worker"] for row in rows), strict=False):
+    for colour, worker in zip(cycle(_CYCLE), dict.fromkeys(row["worker"] for row in rows), strict=False):
         own = [row for row in rows if row["worker"] == worker]
         figure.add_scatter(
             x=_times(own),
@@ -254,11 +255,6 @@ def _times(rows: Iterable[dict[str, Any]]) -> list[str]:
 
 def _stamp(seconds: float) -> str:
     return str(np.datetime64(round(seconds * 1e3), "ms"))
-
-
-def _repeated(colours: Sequence[str]) -> Iterable[str]:
-    while True:
-        yield from colours
 
 
 CHARTS = (

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from olmorl.contract.errors import ConfigError
+from olmorl.contract.peaks import VENDOR_PEAKS
 from olmorl.planner.shape import ModelShape
 
 
@@ -20,16 +21,16 @@ class Device:
     dollars_per_hour: float = 0.0
 
 
+_MEMORY_AND_PRICE = {"A100": (80e9, 1.5), "H100": (80e9, 2.5), "H200": (141e9, 3.2), "B200": (180e9, 5.0)}
+"""Bytes, and dollars an hour: round numbers for comparisons, to be replaced by one's own."""
+
 DEVICES = {
-    device.name: device
-    for device in (
-        Device(name="a100", flops=312e12, bandwidth=2.04e12, memory=80e9, dollars_per_hour=1.5),
-        Device(name="h100", flops=990e12, bandwidth=3.35e12, memory=80e9, dollars_per_hour=2.5),
-        Device(name="h200", flops=990e12, bandwidth=4.8e12, memory=141e9, dollars_per_hour=3.2),
-        Device(name="b200", flops=2250e12, bandwidth=8.0e12, memory=180e9, dollars_per_hour=5.0),
+    name.lower(): Device(
+        name=name.lower(), flops=flops, bandwidth=bandwidth, memory=memory, dollars_per_hour=dollars_per_hour
     )
+    for name, (flops, bandwidth) in VENDOR_PEAKS.items()
+    for memory, dollars_per_hour in [_MEMORY_AND_PRICE[name]]
 }
-"""Vendors' figures; prices are round numbers for comparisons, to be replaced by one's own."""
 
 
 def device(name: str) -> Device:

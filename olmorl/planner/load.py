@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import NormalDist
 
 import pyarrow.parquet as pq
 
@@ -33,7 +34,7 @@ def lognormal_lengths(mean: float, longest: int, *, sigma: float = SIGMA, count:
     """Quantiles of a log-normal, clipped at `longest`, whose mean after clipping is `mean`."""
     if not 1 <= mean <= longest:
         raise ConfigError(f"a mean of {mean:g} tokens is not between 1 and the longest, {longest}")
-    normal = [_normal_quantile((i + 0.5) / count) for i in range(count)]
+    normal = [NormalDist().inv_cdf((i + 0.5) / count) for i in range(count)]
 
     def drawn(mu: float) -> list[int]:
         return [min(longest, max(1, round(math.exp(min(mu + sigma * z, 30.0))))) for z in normal]
@@ -60,12 +61,3 @@ def read_lengths(path: Path) -> list[int]:
     if not isinstance(lengths, list) or not lengths or not all(isinstance(n, int) and n > 0 for n in lengths):
         raise ConfigError(f"{path} is no JSON list of lengths: it must hold whole numbers above 0")
     return lengths
-
-
-def _normal_quantile(p: float) -> float:
-    """By bisection of the error function: exact enough, and needs no table."""
-    low, high = -9.0, 9.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if 0.5 * (1 + math.erf(middle / math.sqrt(2))) < p else (low, middle)
-    return (low + high) / 2
