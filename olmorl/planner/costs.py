@@ -60,8 +60,7 @@ class EngineCost:
         """`tokens` computed, which attend to `pairs` keys all together; `reads` keys are read for that, each
         sequence's once."""
         compute = self.shape.flops(tokens, pairs) / (self.device.flops * self.compute_efficiency)
-        read = self.shape.active_parameters * self.shape.element_size + reads * self.shape.kv_bytes_per_token
-        memory = read / (self.device.bandwidth * self.bandwidth_efficiency)
+        memory = self.shape.step_bytes(reads) / (self.device.bandwidth * self.bandwidth_efficiency)
         reduce = 2 * self.shape.num_layers * self.reduce_latency if self.tensor_parallel > 1 else 0.0
         busy = max(compute, memory) / self.tensor_parallel
         return busy + reduce + self.step_overhead + sequences * self.sequence_overhead

@@ -66,6 +66,10 @@ class ModelShape:
         """Of `tokens` tokens that attend to `attended` tokens all together (as `seen` counts)."""
         return 2.0 * self.active_parameters * tokens + 4.0 * self.num_layers * self.num_heads * self.head_dim * attended
 
+    def step_bytes(self, reads: float) -> float:
+        """Of a step that reads the weights once and the keys and values of `reads` tokens (as `seen` counts)."""
+        return self.active_parameters * self.element_size + reads * self.kv_bytes_per_token
+
 
 @lru_cache
 def _window(windows: tuple[int | None, ...]) -> int | None:

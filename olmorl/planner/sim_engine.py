@@ -222,4 +222,4 @@ class SimEngine:
         totals.slot_steps_used += steps * used
         totals.live_batch_sum += steps * len(self.scheduler.running)
         totals.flops += steps * shape.flops(tokens, pairs)
-        totals.bytes += steps * (shape.active_parameters * shape.element_size + reads * shape.kv_bytes_per_token)
+        totals.bytes += steps * shape.step_bytes(reads)
