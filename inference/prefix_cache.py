@@ -69,6 +69,13 @@ class PrefixCache:
             parent = key
         return self._hit(found)
 
+    def next_key(self, token_ids: Items[int], hashes: Items[bytes]) -> bytes | None:
+        """Of the block behind those that have `hashes`. None: no full one is left before the last token."""
+        start, size = len(hashes) * self.block_size, self.block_size
+        if start + size >= len(token_ids):
+            return None
+        return chain_hash(hashes[-1] if hashes else self._root(), token_ids[start : start + size])
+
     def count(self, token_ids: Items[int], hit: Hit) -> None:
         """A request was admitted with what `lookup` found for it."""
         self.queries += len(token_ids)

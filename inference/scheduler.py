@@ -36,6 +36,8 @@ class StepPlan:
     """sequences whose block table changed from the block of their next token on"""
     outgrown: list[Sequence] = field(default_factory=list)
     """sequences that need more than the whole pool; they can only be given up"""
+    computing: set[bytes] = field(default_factory=set)
+    """keys of the prompts' blocks that are being filled: the prefix cache will have them"""
     num_tokens: int = 0
     num_shared_tokens: int = 0
     """prompt tokens of new samples that nobody computes again: a group mate or the prefix cache has them"""
@@ -162,7 +164,7 @@ class Scheduler:
             count = min(sequence.num_tokens - computed, budget)
             ends = sequence.num_tokens >= sequence.max_tokens  # its last token is in flight
             if not ends and (self.kv.fits(sequence, computed + count) or self._grow(sequence, computed + count, plan)):
-                plan.chunks.append((sequence, count))
+                self._compute(sequence, count, plan)
                 budget -= count
                 if sequence.request.leader is sequence:
                     self._lead(sequence, computed + count)
@@ -211,13 +213,19 @@ class Scheduler:
             while request.waiting and self.free_rows and request.leader is None:
                 sequence = request.waiting[0]
                 if request.shared_prompt is not None and sequence.num_output == 0:
-                    admitted = self._start(sequence, request.shared_prompt, plan)
-                else:
-                    admitted = self._admit(sequence, plan)
-                if not admitted:
+                    if not self._start(sequence, request.shared_prompt, plan):
+                        return
+                    continue
+                if plan.num_tokens == self.max_tokens_per_step or not self.has_room(1):
                     return
+                hit = self.find_prefix(sequence)
+                if self._is_computed_elsewhere(sequence, hit, plan):
+                    break
+                if not self.has_room_for(sequence, hit):
+                    return
+                self._admit(sequence, hit, plan)
             if request.waiting:
-                index += 1  # its leader is still computing the prompt; those behind need not wait for that
+                index += 1  # somebody is still computing its prompt; those behind need not wait for that
             else:
                 self._drop_shared_prompt(request)
                 del self.waiting[index]
@@ -233,13 +241,8 @@ class Scheduler:
         plan.num_shared_tokens += sequence.num_prompt
         return True
 
-    def _admit(self, sequence: Sequence, plan: StepPlan) -> bool:
+    def _admit(self, sequence: Sequence, hit: Hit, plan: StepPlan) -> None:
         budget = self.max_tokens_per_step - plan.num_tokens
-        if budget == 0 or not self.has_room(1):
-            return False
-        hit = self.find_prefix(sequence)
-        if not self.has_room_for(sequence, hit):
-            return False
         self.kv.adopt(sequence, hit)
         self.cache.count(sequence.token_ids, hit)
         fresh = sequence.num_output == 0
@@ -250,14 +253,19 @@ class Scheduler:
         count = min(sequence.num_tokens - sequence.num_computed, budget)
         grown = self._grow(sequence, sequence.num_computed + count, plan)
         assert grown and not plan.num_preempted, "room was checked"
-        plan.chunks.append((sequence, count))
+        self._compute(sequence, count, plan)
         plan.num_tokens += count
         if fresh:
             plan.num_shared_tokens += sequence.num_computed
             sequence.request.num_cached = sequence.num_computed
             sequence.request.leader = sequence
             self._lead(sequence, sequence.num_computed + count)
-        return True
+
+    def _compute(self, sequence: Sequence, count: int, plan: StepPlan) -> None:
+        plan.chunks.append((sequence, count))
+        if self.prefix_caching and sequence.publishable and sequence.num_computed < sequence.num_prompt:
+            key = self.cache.next_key(sequence.token_ids, sequence.block_hashes)
+            plan.computing.update(() if key is None else (key,))
 
     def _lead(self, sequence: Sequence, num_computed: int) -> None:
         """`sequence` is its request's leader; once the whole prompt is scheduled, the other samples may start."""
@@ -278,8 +286,15 @@ class Scheduler:
 
     def find_prefix(self, sequence: Sequence) -> Hit:
         """What the prefix cache has for `sequence`. Prompt logprobs need every position computed."""
+        return self.cache.lookup(sequence.token_ids) if self._may_hit(sequence) else Hit()
+
+    def _may_hit(self, sequence: Sequence) -> bool:
         wants_all = sequence.num_output == 0 and sequence.request.params.prompt_logprobs
-        return self.cache.lookup(sequence.token_ids) if self.prefix_caching and not wants_all else Hit()
+        return self.prefix_caching and not wants_all
+
+    def _is_computed_elsewhere(self, sequence: Sequence, hit: Hit, plan: StepPlan) -> bool:
+        """Whether this step fills the block behind `hit` for somebody else: from the next one on the cache has it."""
+        return self._may_hit(sequence) and self.cache.next_key(sequence.token_ids, hit.hashes) in plan.computing
 
     def has_room_for(self, sequence: Sequence, hit: Hit, *, taken: int = 0) -> bool:
         """Room for all its tokens, `taken` blocks being spoken for. A hit that nobody holds is a free block less."""

@@ -33,6 +33,34 @@ def test_prefix_hit_leaves_the_last_token_to_compute(make_policy: MakePolicy) ->
     assert policy.step() == [48]
 
 
+def test_requests_with_one_prompt_that_come_together_compute_it_once(make_policy: MakePolicy) -> None:
+    policy = make_policy(block_size=4, max_num_seqs=8, max_tokens_per_step=16)
+    prompt = list(range(30))
+    requests = [policy.add(prompt), policy.add(prompt), policy.add([*prompt[:9], 77, 78, 79])]
+    stranger = policy.add([50, 51, 52])
+    assert [policy.step() for _ in range(3)] == [[16], [14, 2], [1, 2, 2, 3]], (
+        "the second of them waits, others pass it"
+    )
+    policy.check()
+    assert [request.num_cached for request in requests] == [0, 28, 8] and stranger.sequences[0].num_computed == 3
+
+
+def test_nobody_waits_for_a_prefix_that_the_cache_will_not_have(make_policy: MakePolicy) -> None:
+    prompt = list(range(10))
+    for options, changed in (({"prefix_caching": False}, False), ({}, True)):
+        policy = make_policy(block_size=4, max_num_seqs=8, max_tokens_per_step=16, **options)
+        if changed:  # the blocks of the first are of two versions by the time the second comes
+            policy.add([*prompt, *range(20, 40)])
+            policy.step()
+            policy.scheduler.change_version(1, recompute=False)
+            policy.add([*prompt, *range(20, 40)], max_tokens=1)
+            assert policy.step() == [14, 2]
+        else:
+            policy.add(prompt)
+            policy.add(prompt)
+            assert policy.step() == [10, 6]
+
+
 def test_prefix_vector_and_the_order_in_which_blocks_are_free_again(make_policy: MakePolicy) -> None:
     policy = make_policy(11, block_size=16, max_tokens_per_step=64)
     first = policy.add(list(range(55)))
