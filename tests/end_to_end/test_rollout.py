@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pyarrow.parquet as pq
 import pytest
 
@@ -165,3 +166,30 @@ def test_interrupted_three_times(rollout: Rollout) -> None:
         assert "Traceback" not in stderr
     rollout.run("broken.jsonl", "--resume", "--workers", "2")
     assert_same(read(rollout.folder / "broken.jsonl"), whole)
+
+
+@pytest.mark.soak
+def test_a_million_prompts_start_at_once_and_take_no_memory(rollout: Rollout) -> None:
+    """What lies before the first row, and what stays in memory of a file whose rows name their verifiers."""
+    with (rollout.folder / "million.jsonl").open("w") as file:
+        for index in range(1_000_000):
+            file.write(
+                json.dumps({"prompt": f"{index % 10}+{index % 7}=", "answer": "1", "data_source": "gsm8k"}) + "\n"
+            )
+    started = time.perf_counter()
+    process = rollout.start("out.jsonl", "--prompts", "million.jsonl", "--verifier", "gsm8k", limit=1_000_000)
+    out = rollout.folder / "out.jsonl"
+    seconds, sizes = 0.0, list[int]()
+    try:
+        while len(sizes) < 20:
+            assert process.poll() is None, process.communicate()
+            if out.exists() and out.stat().st_size:
+                seconds = seconds or time.perf_counter() - started
+                sizes.append(psutil.Process(process.pid).memory_info().rss >> 20)
+            assert time.perf_counter() - started < 300
+            time.sleep(1)
+    finally:
+        os.killpg(process.pid, signal.SIGINT)
+    assert "Traceback" not in process.communicate(timeout=120)[1]
+    print(f"first row after {seconds:.1f} s, driver {sizes[0]} to {max(sizes)} MB")
+    assert seconds < 60 and max(sizes) < 500

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import random
 import re
 import signal
@@ -26,10 +27,10 @@ ENGINE = {"max_num_seqs": 16, "kv_cache_tokens": 2048, "threads": 1}
 
 
 class Process:
-    def __init__(self, *options: str) -> None:
-        engine = [part for name, value in ENGINE.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    def __init__(self, *options: str, model: str = MODEL, settings: dict[str, int] = ENGINE) -> None:
+        engine = [part for name, value in settings.items() for part in (f"--{name.replace('_', '-')}", str(value))]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "olmorl", "serve", "--model", MODEL, "--port", "0", *engine, *options],
+            [sys.executable, "-m", "olmorl", "serve", "--model", model, "--port", "0", *engine, *options],
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -151,6 +152,46 @@ def test_a_crowd_that_comes_and_goes(served: Process, clients: int, seconds: flo
     assert counts[True] > 20 and counts[False] > 5
     assert sizes[-1] - sizes[0] < 32 << 20, sizes
     assert served.end() == 0 and "Traceback" not in served.said
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@pytest.mark.skipif("OLMORL_TEST_MODEL" not in os.environ, reason="OLMORL_TEST_MODEL names no folder of a real model")
+def test_http_costs_little(tmp_path: Path) -> None:
+    """A load as `olmorl bench engine` runs it, and the same samples asked for at once, each by a request of its own."""
+    model, rng = os.environ["OLMORL_TEST_MODEL"], random.Random(0)
+    load = [
+        {"prompt": prompt, "max_tokens": min(256, int(rng.lognormvariate(4.3, 0.8)) + 1), "group": group}
+        for group in range(8)
+        for prompt in [[rng.randrange(1000) for _ in range(70)]]
+        for _ in range(8)
+    ]
+    tokens = sum(entry["max_tokens"] for entry in load)
+    (tmp_path / "load.json").write_text(json.dumps(load))
+    bench = [sys.executable, "-m", "olmorl", "bench", "engine", "--model", model]
+    bench += ["--workload", str(tmp_path / "load.json"), "--json", str(tmp_path / "figures.json")]
+
+    async def ask(client: httpx.AsyncClient, seed: int, entry: dict[str, Any]) -> None:
+        body = {"prompt": entry["prompt"], "max_tokens": entry["max_tokens"], "ignore_eos": True, "seed": seed}
+        reply = await client.post("/v1/completions", json=body)
+        assert reply.json()["usage"]["completion_tokens"] == entry["max_tokens"]
+
+    async def serve(url: str) -> float:
+        async with httpx.AsyncClient(base_url=url, timeout=600, limits=httpx.Limits()) as client:
+            await ask(client, 0, {"prompt": [1] * 70, "max_tokens": 4})
+            started = time.perf_counter()
+            await asyncio.gather(*(ask(client, seed, entry) for seed, entry in enumerate(load)))
+            return tokens / (time.perf_counter() - started)
+
+    rates: dict[str, list[float]] = {"bench": [], "http": []}
+    for _ in range(2):
+        subprocess.run(bench, check=True, capture_output=True)
+        rates["bench"].append(json.loads((tmp_path / "figures.json").read_text())["tokens_per_second"])
+        process = Process(model=model, settings={})
+        rates["http"].append(asyncio.run(serve(process.url)))
+        process.end()
+    print(rates)
+    assert max(rates["http"]) > 0.85 * max(rates["bench"])
 
 
 def test_what_keeps_it_from_starting(capsys: pytest.CaptureFixture[str]) -> None:
