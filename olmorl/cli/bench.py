@@ -6,36 +6,19 @@ from typing import Annotated, Any
 
 import typer
 
+from olmorl.cli.engine_options import with_engine_options
+
 app = typer.Typer(help="Measure the parts of the system on this machine.", no_args_is_help=True, rich_markup_mode=None)
 
 
-@app.command()
-def engine(
+@app.command("engine")
+@with_engine_options
+def bench_engine(
+    *,
+    engine: dict[str, Any],
     model: Annotated[str, typer.Option(help="Hugging Face folder or hub id.")],
     workload: Annotated[Path, typer.Option(help='JSON list of {"prompt": [ids], "max_tokens": n, "group": g}.')],
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the figures here.")] = None,
-    batching: Annotated[
-        str, typer.Option(help="continuous, or static: the baseline on the same kernels.")
-    ] = "continuous",
-    dtype: str = "float32",
-    device: str = "cpu",
-    max_num_seqs: int = 64,
-    kv_cache_tokens: int = 65536,
-    block_size: int = 16,
-    max_tokens_per_step: int = 2048,
-    max_model_len: int | None = None,
-    prefix_caching: bool = True,
-    kernels: Annotated[str, typer.Option(help="auto, triton, or torch: the definitions, uncompiled.")] = "auto",
-    deterministic: Annotated[bool, typer.Option(help="Bitwise the same in any batch, or an error.")] = False,
-    quantization: Annotated[str | None, typer.Option(help="int8, or as the model is.")] = None,
-    quantize_head: Annotated[bool, typer.Option(help="The head in the precision of --quantization too.")] = False,
-    overlap: Annotated[
-        bool | None, typer.Option(help="Launch a step before the last one's tokens are read; on a GPU if not given.")
-    ] = None,
-    cuda_graphs: Annotated[bool | None, typer.Option(help="Replay decode steps; on a GPU if not given.")] = None,
-    tensor_parallel_size: Annotated[int, typer.Option(help="Devices the model is divided among.")] = 1,
-    seed: int = 0,
-    threads: Annotated[int | None, typer.Option(help="CPU threads; all cores if not given.")] = None,
     published: Annotated[
         bool, typer.Option("--as-reported", help="Also MFU and MBU by the constants of OLMo 3's ablation.")
     ] = False,
@@ -44,30 +27,10 @@ def engine(
 
     And its share of what the device can do. EOS is ignored.
     """
-    from olmorl.bench.engine import bench_engine
+    from olmorl.bench.engine import bench_engine as measure
     from olmorl.metrics.utilization import as_reported
 
-    options = {
-        "batching": batching,
-        "dtype": dtype,
-        "device": device,
-        "max_num_seqs": max_num_seqs,
-        "kv_cache_tokens": kv_cache_tokens,
-        "block_size": block_size,
-        "max_tokens_per_step": max_tokens_per_step,
-        "max_model_len": max_model_len,
-        "prefix_caching": prefix_caching,
-        "kernels": kernels,
-        "deterministic": deterministic,
-        "quantization": quantization,
-        "quantize_head": quantize_head,
-        "overlap": overlap,
-        "cuda_graphs": cuda_graphs,
-        "tensor_parallel_size": tensor_parallel_size,
-        "seed": seed,
-        "threads": threads,
-    }
-    figures = bench_engine(model, workload, options)
+    figures = measure(model, workload, engine)
     if published:
         figures |= as_reported(figures["tokens_per_second"], devices=1)
     _report(figures, json_file)

@@ -1,12 +1,17 @@
 """`olmorl rollout`: samples of a model for a file of prompts."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from olmorl.cli.engine_options import with_engine_options
 
+
+@with_engine_options
 def rollout(
+    *,
+    engine: dict[str, Any],
     model: Annotated[str, typer.Option(help="Hugging Face folder or hub id.")],
     prompts: Annotated[
         str, typer.Option(help="jsonl, json or parquet file, data set folder, hub id or reasoning_gym:TASK.")
@@ -44,28 +49,8 @@ def rollout(
     stop: Annotated[list[str] | None, typer.Option(help="May be repeated.")] = None,
     stop_token_ids: Annotated[list[int] | None, typer.Option(help="May be repeated.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos")] = False,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same samples.")] = 0,
     verifier_workers: Annotated[int, typer.Option(help="Processes that score.")] = 1,
     verifier_timeout: Annotated[float, typer.Option(help="Seconds for one verdict.")] = 30.0,
-    dtype: Annotated[str, typer.Option(help="auto: float32 on CPU, bfloat16 on CUDA.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto: cuda where there is one.")] = "auto",
-    max_num_seqs: Annotated[int, typer.Option(help="Samples decoded at once by one engine.")] = 64,
-    kv_cache_tokens: int = 65536,
-    block_size: int = 16,
-    max_tokens_per_step: int = 2048,
-    max_model_len: Annotated[int | None, typer.Option(help="Prompt and answer; the model's own if not given.")] = None,
-    prefix_caching: bool = True,
-    kernels: Annotated[str, typer.Option(help="auto, or torch: the definitions, uncompiled.")] = "auto",
-    deterministic: Annotated[
-        bool, typer.Option("--deterministic", help="Bitwise the same in any batch, or an error.")
-    ] = False,
-    quantization: Annotated[str | None, typer.Option(help="int8, or as the model is.")] = None,
-    quantize_head: Annotated[
-        bool, typer.Option("--quantize-head", help="The head in the precision of --quantization too.")
-    ] = False,
-    threads: Annotated[
-        int | None, typer.Option(help="CPU threads of an engine; its share of the cores if not given.")
-    ] = None,
 ) -> None:
     """Sample a model on a file of prompts, n times each.
 
@@ -98,23 +83,7 @@ def rollout(
     except ValueError as error:
         raise ConfigError(str(error)) from None
     job = RolloutJob(
-        engine=EngineConfig(
-            model=model,
-            dtype=dtype,
-            device=device,
-            max_num_seqs=max_num_seqs,
-            kv_cache_tokens=kv_cache_tokens,
-            block_size=block_size,
-            max_tokens_per_step=max_tokens_per_step,
-            max_model_len=max_model_len,
-            prefix_caching=prefix_caching,
-            kernels=kernels,  # type: ignore[arg-type]
-            deterministic=deterministic,
-            quantization=quantization,  # type: ignore[arg-type]
-            quantize_head=quantize_head,
-            seed=seed,
-            threads=threads,
-        ),
+        engine=EngineConfig(model=model, **engine),
         prompts=SourceSection(
             path=prompts,
             split=split,
@@ -125,7 +94,7 @@ def rollout(
         ),
         out=out,
         params=params,
-        seed=seed,
+        seed=engine["seed"],
         verifier=tuple(verifier) if verifier else None,
         verifier_workers=verifier_workers,
         verifier_timeout=verifier_timeout,

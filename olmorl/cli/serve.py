@@ -1,11 +1,16 @@
 """`olmorl serve`: an OpenAI-compatible server over one engine."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from olmorl.cli.engine_options import with_engine_options
 
+
+@with_engine_options
 def serve(
+    *,
+    engine: dict[str, Any],
     model: Annotated[str, typer.Option(help="Hugging Face folder or hub id.")],
     host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 is every one.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8000,
@@ -22,22 +27,6 @@ def serve(
         float, typer.Option(help="Seconds after which a request ends with what it has.")
     ] = 600.0,
     drain_timeout: Annotated[float, typer.Option(help="Seconds that running requests get after SIGTERM.")] = 60.0,
-    dtype: str = "float32",
-    device: str = "cpu",
-    max_num_seqs: Annotated[int, typer.Option(help="Samples decoded at once.")] = 64,
-    kv_cache_tokens: int = 65536,
-    block_size: int = 16,
-    max_tokens_per_step: int = 2048,
-    max_model_len: Annotated[int | None, typer.Option(help="Prompt and answer; the model's own if not given.")] = None,
-    prefix_caching: bool = True,
-    kernels: Annotated[str, typer.Option(help="auto, or torch: the definitions, uncompiled.")] = "auto",
-    deterministic: Annotated[bool, typer.Option(help="Bitwise the same in any batch, or an error.")] = False,
-    quantization: Annotated[str | None, typer.Option(help="int8, or as the model is.")] = None,
-    quantize_head: Annotated[
-        bool, typer.Option("--quantize-head", help="The head in the precision of --quantization too.")
-    ] = False,
-    seed: Annotated[int, typer.Option(help="Of requests that give none.")] = 0,
-    threads: Annotated[int | None, typer.Option(help="CPU threads; all cores if not given.")] = None,
 ) -> None:
     """Serve a model over HTTP, in the protocol of OpenAI's API."""
     from inference.server.options import ServerOptions
@@ -54,21 +43,4 @@ def serve(
         request_seconds=request_timeout,
         drain_seconds=drain_timeout,
     )
-    config = EngineConfig(
-        model=model,
-        dtype=dtype,
-        device=device,
-        max_num_seqs=max_num_seqs,
-        kv_cache_tokens=kv_cache_tokens,
-        block_size=block_size,
-        max_tokens_per_step=max_tokens_per_step,
-        max_model_len=max_model_len,
-        prefix_caching=prefix_caching,
-        kernels=kernels,  # type: ignore[arg-type]
-        deterministic=deterministic,
-        quantization=quantization,  # type: ignore[arg-type]
-        quantize_head=quantize_head,
-        seed=seed,
-        threads=threads,
-    )
-    run(config, options)
+    run(EngineConfig(model=model, **engine), options)

@@ -15,7 +15,6 @@ OWN_VERIFIERS = "auto"  # each row's own
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutJob:
     engine: EngineConfig
-    """its device may be "auto"; its dtype too"""
     prompts: SourceSection
     out: Path
     params: SamplingParams

@@ -11,11 +11,10 @@ from typing import Any
 
 from inference.model.architecture import read_architecture
 from olmorl.config.data_sections import RewardSection
-from olmorl.contract.errors import ConfigError
 from olmorl.contract.generation import EngineConfig
 from olmorl.controller.background import Background, first_cause
 from olmorl.controller.cluster import Cluster, cluster_address
-from olmorl.controller.placement import Placement, count_gpus, this_machine
+from olmorl.controller.placement import Placement, this_machine
 from olmorl.controller.rollout import RolloutService
 from olmorl.controller.scoring import Scorer, verifiers_to_load
 from olmorl.data.source import read_source
@@ -107,27 +106,20 @@ def _verifiers(job: RolloutJob, section: RewardSection) -> tuple[str, ...]:
 
 def _plan(job: RolloutJob) -> tuple[Placement, EngineConfig]:
     engine = job.engine
-    device = engine.device
-    if device == "auto":
-        device = "cuda" if count_gpus() else "cpu"
-    if device not in ("cpu", "cuda"):
-        raise ConfigError(f"--device is {device!r}; it must be auto, cpu or cuda")
-    dtype = engine.dtype
-    if dtype == "auto":
-        dtype = "bfloat16" if device == "cuda" else "float32"
-    share = max(1, (os.cpu_count() or 1) // job.workers)
-    threads = engine.threads or (share if device == "cpu" else None)
+    share = max(1, (os.cpu_count() or 1) // (job.workers * engine.tensor_parallel_size))
+    threads = engine.threads or (share if engine.device == "cpu" else None)
     model = os.path.abspath(engine.model) if os.path.isdir(engine.model) else engine.model
     placement = Placement(
         inference_workers=job.workers,
         learner_workers=0,
         shard_size=1,
-        inference_device=device,  # type: ignore[arg-type]
+        inference_device=engine.device,  # type: ignore[arg-type]
         learner_device="cpu",
         inference_threads=threads,
         learner_threads=None,
+        tensor_parallel=engine.tensor_parallel_size,
     )
-    return placement, replace(engine, model=model, device=device, dtype=dtype, threads=threads)
+    return placement, replace(engine, model=model, threads=threads)
 
 
 def _begin(job: RolloutJob, files: RolloutFiles) -> tuple[Tally, int]:

@@ -1,9 +1,11 @@
 """The command line as a user meets it: exit codes, one message on stderr, instant help, a clean Ctrl-C."""
 
+import re
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import pytest
 import olmorl
 from olmorl.cli.main import run
 from olmorl.config.load import load_config
+from olmorl.contract.generation import EngineConfig
 
 CONFIG = """
 [model]
@@ -39,6 +42,20 @@ def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypa
     assert run(arguments) == 0
     out = capsys.readouterr().out
     assert "Usage: olmorl" in out and "..." not in out.partition("Commands:")[2]
+
+
+REQUIRED = {"rollout": ["--prompts", "p.jsonl", "--out", "o.jsonl"], "bench": ["--workload", "w.json"]}
+NO_OPTION = {"model", "speculative", "gpu_memory_utilization", "gpu_share", "schedule_dir"}
+
+
+@pytest.mark.parametrize("command", [["rollout"], ["serve"], ["bench", "engine"]])
+def test_every_command_with_an_engine_has_its_options(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*command, "--help"]) == 0
+    offered = set(re.findall(r"--([a-z-]+)", capsys.readouterr().out))
+    wanted = {field.name.replace("_", "-") for field in fields(EngineConfig) if field.name not in NO_OPTION}
+    assert not wanted - offered
+    assert run([*command, "--model", "m", "--device", "tpu", *REQUIRED.get(command[0], [])]) == 2
+    assert "--device is 'tpu'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
