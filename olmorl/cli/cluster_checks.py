@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from olmorl.cli.finding import Finding
+from olmorl.cli.run_checks import check_split
 from olmorl.config.schema import Config
 from olmorl.contract.errors import OlmoRLError, PlacementError
 from olmorl.controller.cluster import Cluster, Remote
@@ -17,7 +18,8 @@ PROBE = "olmorl.cli.node_probe:NodeProbe"
 START_SECONDS = 120.0
 ANSWER_SECONDS = 90.0
 SENT_BYTES = 64 << 20
-SLOW_GB_PER_SECOND = 0.1
+LINKS = {"gloo": ("GLOO_SOCKET_IFNAME", 0.1), "nccl": ("NCCL_SOCKET_IFNAME", 1.0)}
+"""what picks the interface, and GB/s below which a link is slow"""
 CLOCK_SECONDS = 0.5
 
 
@@ -40,6 +42,8 @@ def check_cluster(address: str, config: Config | None) -> Iterator[Finding]:
 
 
 def _check_placement(config: Config, nodes: list[Node]) -> Finding:
+    if config.cluster.split == "auto":
+        return check_split(nodes)
     placement = plan_placement(config, nodes)
     try:
         placement.check(nodes)
@@ -76,7 +80,8 @@ async def _survey(probes: list[Remote], nodes: list[Node], paths: list[str]) -> 
     findings += await _compare_versions(standing)
     findings += [await _check_clock(node, probe) for node, probe in standing]
     if len(standing) == size > 1:
-        findings += await _measure_links(nodes, probes)
+        backends = ["gloo", "nccl"] if all(node.gpus for node in nodes) else ["gloo"]
+        findings += await _measure_links(nodes, probes, backends)
     return findings
 
 
@@ -110,26 +115,32 @@ async def _ask_clock(probe: Remote) -> tuple[float, float]:
     return (after - before) / 2, theirs - (before + after) / 2
 
 
-async def _measure_links(nodes: list[Node], probes: list[Remote]) -> list[Finding]:
+async def _measure_links(nodes: list[Node], probes: list[Remote], backends: list[str]) -> list[Finding]:
     """Each node to the next, one pair at a time, the last to the first."""
-    try:
-        host = nodes[0].name
-        port = await probes[0].call("host_store", host, timeout=ANSWER_SECONDS)
-        await asyncio.gather(*(probe.call("join", host, port, timeout=ANSWER_SECONDS) for probe in probes))
-        return [await _measure_link(nodes, probes, sender) for sender in range(len(probes))]
-    except OlmoRLError as error:
-        fix = "open all ports between the nodes; GLOO_SOCKET_IFNAME on a node picks another interface than Ray's"
-        return [Finding("fail", f"the nodes cannot reach each other through gloo: {error}", fix)]
+    findings: list[Finding] = []
+    host = nodes[0].name
+    port = await probes[0].call("host_store", host, timeout=ANSWER_SECONDS)
+    for backend in backends:
+        variable, _ = LINKS[backend]
+        try:
+            joins = (probe.call("join", backend, host, port, timeout=ANSWER_SECONDS) for probe in probes)
+            await asyncio.gather(*joins)
+            findings += [await _measure_link(nodes, probes, sender, backend) for sender in range(len(probes))]
+        except OlmoRLError as error:
+            fix = f"open all ports between the nodes; {variable} on a node picks another interface"
+            findings.append(Finding("fail", f"the nodes cannot reach each other through {backend}: {error}", fix))
+    return findings
 
 
-async def _measure_link(nodes: list[Node], probes: list[Remote], sender: int) -> Finding:
+async def _measure_link(nodes: list[Node], probes: list[Remote], sender: int, backend: str) -> Finding:
     receiver = (sender + 1) % len(probes)
     calls = [
         probes[i].call("pass_on", sender, receiver, SENT_BYTES, timeout=ANSWER_SECONDS) for i in (sender, receiver)
     ]
     speed = SENT_BYTES / max(await asyncio.gather(*calls)) / 1e9
-    what = f"gloo from {nodes[sender].name} to {nodes[receiver].name}: {speed:.2f} GB/s"
-    if speed < SLOW_GB_PER_SECOND:
-        fix = "set GLOO_SOCKET_IFNAME to the fast interface on every node, or see who else uses the network"
+    what = f"{backend} from {nodes[sender].name} to {nodes[receiver].name}: {speed:.2f} GB/s"
+    variable, slow = LINKS[backend]
+    if speed < slow:
+        fix = f"set {variable} to the fast interface on every node, or see who else uses the network"
         return Finding("warn", what, fix)
     return Finding("ok", what)

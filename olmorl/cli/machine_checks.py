@@ -1,5 +1,6 @@
 """Has this machine what a run needs: ports, open files, memory, disk?"""
 
+import math
 import resource
 import shutil
 import socket
@@ -11,14 +12,19 @@ import psutil
 
 from olmorl.cli.finding import Finding
 
-OPEN_FILES = 4096  # Ray holds some sockets and files for every worker
+LIMITS = (
+    ("open files", "n", resource.RLIMIT_NOFILE, 4096, "Ray holds some sockets and files for every worker"),
+    ("processes and threads", "u", resource.RLIMIT_NPROC, 4096, "each worker has some hundred threads"),
+    ("locked memory", "l", resource.RLIMIT_MEMLOCK, math.inf, "NCCL pins what it sends through InfiniBand"),
+)
+RDMA = Path("/sys/class/infiniband")
 GB = 1 << 30
 RAY_FULL = 0.95  # the share of a disk in use at which Ray stops creating objects
 
 
 def check_machine(folder: Path) -> Iterator[Finding]:
     yield _ports()
-    yield _open_files()
+    yield from _limits()
     yield _memory()
     yield from _disks(folder)
 
@@ -41,16 +47,21 @@ def _ports() -> Finding:
     return Finding("ok", f"ports can be bound and reached; host {host}")
 
 
-def _open_files() -> Finding:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < OPEN_FILES:
-        fix = (
-            f"ulimit -n {OPEN_FILES}"
-            if hard == resource.RLIM_INFINITY or hard >= OPEN_FILES
-            else "raise the hard limit"
+def _limits() -> Iterator[Finding]:
+    for what, flag, limit, wanted, why in LIMITS:
+        if flag == "l" and not any(RDMA.glob("*")):
+            continue
+        soft, hard = (math.inf if n == resource.RLIM_INFINITY else n for n in resource.getrlimit(limit))
+        if soft >= wanted:
+            yield Finding("ok", f"{what}: " + ("no limit" if soft == math.inf else f"{soft} allowed"))
+            continue
+        goal = "unlimited" if wanted == math.inf else wanted
+        mend = (
+            f"ulimit -{flag} {goal}"
+            if hard >= wanted
+            else f"raise the hard limit (/etc/security/limits.conf) to {goal}"
         )
-        return Finding("warn", f"only {soft} open files are allowed; Ray wants {OPEN_FILES}", fix)
-    return Finding("ok", "open files: " + ("no limit" if soft == resource.RLIM_INFINITY else f"{soft} allowed"))
+        yield Finding("warn", f"{what}: only {soft} allowed; {why}", mend)
 
 
 def _memory() -> Finding:

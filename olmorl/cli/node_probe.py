@@ -34,6 +34,7 @@ class NodeProbe:
         self._size = size
         self._store: dist.TCPStore | None = None
         self._group: Any = None  # a bare backend, whose classes carry no types
+        self._device = torch.device("cpu")
 
     def versions(self) -> dict[str, str]:
         found = {"olmorl": olmorl.__version__, "Python": platform.python_version()}
@@ -65,15 +66,24 @@ class NodeProbe:
         self._store = open_store(host)
         return self._store.port
 
-    def join(self, host: str, port: int) -> None:
-        """Gloo connects every node with every other, as the ranks of a run do."""
+    def join(self, backend: str, host: str, port: int) -> None:
+        """Every node with every other, as ranks of a run do: "gloo" between CPUs, "nccl" between their first GPUs."""
         store = self._store or dist.TCPStore(host, port, is_master=False, timeout=TIMEOUT)
-        self._group = dist.ProcessGroupGloo(store, self._rank, self._size, TIMEOUT)
+        meeting = dist.PrefixStore(backend, store)
+        if backend == "gloo":
+            self._device = torch.device("cpu")
+            self._group = dist.ProcessGroupGloo(meeting, self._rank, self._size, TIMEOUT)
+            return
+        self._device = torch.device("cuda", 0)
+        torch.cuda.set_device(self._device)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = TIMEOUT
+        self._group = dist.ProcessGroupNCCL(meeting, self._rank, self._size, options)
 
     def pass_on(self, sender: int, receiver: int, num_bytes: int) -> float:
         """Called on both: seconds that so many bytes take from one to the other."""
         for size in (WARM_UP_BYTES, num_bytes):
-            data = torch.zeros(size, dtype=torch.uint8)
+            data = torch.zeros(size, dtype=torch.uint8, device=self._device)
             began = time.perf_counter()
             if self._rank == sender:
                 self._group.send([data], receiver, 0).wait()
@@ -81,6 +91,8 @@ class NodeProbe:
             else:
                 self._group.recv([data], sender, 0).wait()
                 self._group.send([data[:1]], sender, 1).wait()
+            if self._device.type == "cuda":
+                torch.cuda.synchronize()
             seconds = time.perf_counter() - began
         return seconds
 

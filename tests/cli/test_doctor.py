@@ -110,12 +110,15 @@ def test_machine_limits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     def unresolvable(host: str) -> str:
         raise socket.gaierror(f"no {host}")
 
+    (tmp_path / "mlx5_0").touch()
+    monkeypatch.setattr(machine_checks, "RDMA", tmp_path)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 1_048_576))
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage(1000 << 20, 990 << 20, 10 << 20))
     monkeypatch.setattr(socket, "gethostbyname", unresolvable)
     findings = list(machine_checks.check_machine(tmp_path))
     warnings = "\n".join(only(findings, "warn"))
-    assert "ulimit -n 4096" in warnings and "99% full" in warnings and "/etc/hosts" in warnings
+    assert "ulimit -n 4096" in warnings and "ulimit -u 4096" in warnings
+    assert "limits.conf) to unlimited" in warnings and "99% full" in warnings and "/etc/hosts" in warnings
     assert len(only(findings, "fail")) == 1 and "0.0 GB free" in only(findings, "fail")[0]
 
 
