@@ -72,8 +72,8 @@ def train(
     cluster: Annotated[
         str | None,
         typer.Option(
-            metavar="NODESxCPUSxGPUS",
-            help="With --dry-run: place it there, such as 9x96x8 (CPUs and GPUs of each node).",
+            metavar="NODESxCPUSxGPUS[:KIND]",
+            help="With --dry-run: place it there, such as 9x96x8:H100 (CPUs and GPUs of each node).",
         ),
     ] = None,
     resume: Annotated[
@@ -160,6 +160,9 @@ def plan(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Settings laid over the file; later wins.")
     ] = None,
+    as_given: Annotated[
+        bool, typer.Option("--as-given", help="Only the split that CONFIG has, on as many devices as it takes.")
+    ] = False,
     gpus: Annotated[int, typer.Option(help="Devices in all.")] = 8,
     device: Annotated[str, typer.Option(help="a100, h100, h200 or b200.")] = "h100",
     shape: Annotated[str | None, typer.Option(help="Model shape by name, such as olmo3-7b; else model.path.")] = None,
@@ -178,6 +181,7 @@ def plan(
     command(
         config,
         overrides or [],
+        as_given=as_given,
         gpus=gpus,
         device_name=device,
         shape=shape,

@@ -4,27 +4,24 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from rich import box
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
 from olmorl.config.load import load_config
-from olmorl.config.schema import Config
-from olmorl.contract.errors import ConfigError
-from olmorl.planner.costs import EngineCost, device, fitted_engine
-from olmorl.planner.load import Load, lognormal_lengths, read_lengths
 from olmorl.planner.plan import Plan, Question, as_json, explain, plans, sensitivity
-from olmorl.planner.shape import model_shape
+from olmorl.planner.question import question_of
+from olmorl.planner.split import as_overrides, given, given_devices
 
 SHOWN = 8
-MEAN_OF_LONGEST = 14628 / 32768
-"""OLMo 3's; taken where nothing is said of lengths"""
 
 
 def plan(
     config_path: Path,
     overrides: Sequence[str],
     *,
+    as_given: bool,
     gpus: int,
     device_name: str,
     shape: str | None,
@@ -36,9 +33,9 @@ def plan(
     plot: Path | None,
 ) -> None:
     config = load_config(config_path, overrides)
-    question = _question(
+    question = question_of(
         config,
-        gpus=gpus,
+        num_devices=given_devices(config) if as_given else gpus,
         device_name=device_name,
         shape=shape,
         lengths=lengths,
@@ -49,76 +46,45 @@ def plan(
     console = Console()
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("simulating", total=None)
-        found = plans(question, progress=lambda done, total: bar.update(task, completed=done, total=total))
+        found = (
+            [given(config, question)]
+            if as_given
+            else plans(question, progress=lambda done, total: bar.update(task, completed=done, total=total))
+        )
         bar.update(task, description="what it hangs on")
         changes = sensitivity(question, found[0])
     console.print(_table(found, question))
-    console.print(f"\nbest: {explain(question, found[0])}.")
+    console.print(f"\n{'as given' if as_given else 'best'}: {explain(question, found[0])}.")
+    console.print(
+        f"{config.run.steps:,} steps take {_duration(config.run.steps * found[0].step_seconds)}, evaluation apart."
+    )
     for change, effect in changes.items():
         console.print(f"  {change}: {effect:+.0%} trained tokens/s")
-    console.print("\nrun it with:\n  " + _command(config_path, found[0]), soft_wrap=True, highlight=False)
+    console.print(
+        f"\nrun it with:\n  olmorl train {config_path} {' '.join(as_overrides(found[0]))}",
+        soft_wrap=True,
+        highlight=False,
+    )
     if json_file is not None:
         json_file.write_text(json.dumps(as_json(found, question, changes), indent=1) + "\n")
     if plot is not None:
         _plot(found, plot)
 
 
-def _question(
-    config: Config,
-    *,
-    gpus: int,
-    device_name: str,
-    shape: str | None,
-    lengths: Path | None,
-    mean_length: float | None,
-    zero_variance: float,
-    bench: Path | None,
-) -> Question:
-    if gpus < 2:
-        raise ConfigError(f"--gpus {gpus}: a plan splits at least 2 devices; one that serves both roles needs no plan")
-    rollout = config.rollout
-    model, hardware = model_shape(shape or config.model.path), device(device_name)
-    longest = rollout.max_response_tokens
-    drawn = read_lengths(lengths) if lengths else lognormal_lengths(mean_length or MEAN_OF_LONGEST * longest, longest)
-    factors = None
-    if bench is not None:
-        try:
-            measured = json.loads(bench.read_text())
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"--bench {bench}: {error}") from None
-        factors = fitted_engine(EngineCost(shape=model, device=hardware), measured)
-    return Question(
-        shape=model,
-        device=hardware,
-        num_devices=gpus,
-        load=Load(
-            lengths=[min(n, longest) for n in drawn],
-            prompt_tokens=rollout.max_prompt_tokens // 2,
-            zero_variance=zero_variance,
-        ),
-        prompts_per_step=rollout.prompts_per_step,
-        samples_per_prompt=rollout.samples_per_prompt,
-        max_response_tokens=longest,
-        async_steps=rollout.async_steps,
-        active_sampling=rollout.active_sampling,
-        seed=config.run.seed,
-        factors=factors,
-    )
-
-
 def _table(found: Sequence[Plan], question: Question) -> Table:
-    table = Table(title=f"{question.shape.name} on {question.num_devices} {question.device.name}, best first")
+    title = f"{question.shape.name} on {question.num_devices} {question.device.name}"
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, collapse_padding=True)
     for name in (
-        "generate",
+        "gen",
         "train",
         "TP",
         "slots",
         "tok/s",
-        "trained tok/s",
+        "trained/s",
         "step",
-        "learner waits",
+        "waits",  # the learner
         "lag",
-        "recomputed",
+        "redone",
         "$/M",
     ):
         table.add_column(name, justify="right")
@@ -139,12 +105,8 @@ def _table(found: Sequence[Plan], question: Question) -> Table:
     return table
 
 
-def _command(config: Path, best: Plan) -> str:
-    workers = best.inference_gpus // best.tensor_parallel
-    settings = f"inference.workers={workers} inference.max_num_seqs={best.slots} learner.workers={best.learner_gpus}"
-    if best.tensor_parallel > 1:
-        settings += f" inference.tensor_parallel={best.tensor_parallel}"
-    return f"olmorl train {config} {settings}"
+def _duration(seconds: float) -> str:
+    return f"{seconds / 86400:.1f} days" if seconds > 2 * 86400 else f"{seconds / 3600:.1f} hours"
 
 
 def _plot(found: Sequence[Plan], path: Path) -> None:

@@ -1,6 +1,6 @@
 """Is what one config asks for really there: model, data, devices?"""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from olmorl.cli.finding import Finding
@@ -10,7 +10,7 @@ from olmorl.config.load import load_config
 from olmorl.config.schema import Config
 from olmorl.contract.errors import ConfigError, DataError, ModelError, PlacementError
 from olmorl.controller.cluster import cluster_address
-from olmorl.controller.placement import plan_placement, this_machine
+from olmorl.controller.placement import Node, plan_placement, this_machine
 from olmorl.data.source import read_source
 
 
@@ -60,7 +60,20 @@ def check_data(source: SourceSection) -> Finding:
     return Finding("ok", f"data {source.path} (source {example.data_source}, verifier {verifiers})")
 
 
+def check_split(nodes: Sequence[Node]) -> Finding:
+    """Of cluster.split = "auto"; the plan itself, which takes a while, is the run's to make."""
+    from olmorl.planner.split import device_to_split  # reaches into the engine, which may be shadowed
+
+    try:
+        kind = device_to_split(nodes)
+    except ConfigError as error:
+        return Finding("fail", str(error))
+    return Finding("ok", f"placement: as the planner splits {sum(node.gpus for node in nodes):g} {kind}")
+
+
 def _placement(config: Config) -> Finding:
+    if config.cluster.split == "auto":
+        return check_split([this_machine()])
     placement = plan_placement(config)
     try:
         placement.check([this_machine(cpus=placement.cpus)])

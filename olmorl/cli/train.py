@@ -1,47 +1,70 @@
 """`olmorl train`: config in, run, table of results out."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from olmorl.config.dump import dump_toml
 from olmorl.config.load import load_config
+from olmorl.config.schema import Config
 from olmorl.contract.errors import ConfigError
+from olmorl.controller.placement import Node, plan_placement, this_machine
 
-_CLUSTER = re.compile(r"(\d+)x(\d+)x(\d+)")
+_CLUSTER = re.compile(r"(\d+)x(\d+)x(\d+)(?::(\w+))?")
 
 
 def print_plan(config_path: Path, overrides: Sequence[str], cluster: str | None = None) -> None:
     """What would run, as a TOML file that can be run; starts nothing.
 
-    `cluster`, "NODESxCPUSxGPUS", stands for this machine; a run that it cannot hold is a PlacementError.
+    `cluster`, "NODESxCPUSxGPUS" or "NODESxCPUSxGPUS:KIND", stands for this machine; a run that it cannot hold is a
+    PlacementError.
     """
-    from olmorl.controller.placement import Node, plan_placement
-
-    config = load_config(config_path, overrides)
-    if cluster is None:
-        placement = plan_placement(config)
-    else:
-        count, cpus, gpus = _read_cluster(cluster)
-        nodes = [Node(f"node-{number}", cpus, gpus) for number in range(count)]
-        placement = plan_placement(config, nodes)
+    nodes = [this_machine()] if cluster is None else _read_cluster(cluster)
+    config = _load(config_path, overrides, lambda _: nodes)
+    placement = plan_placement(config, nodes)
+    if cluster is not None:
         placement.check(nodes)
     print(dump_toml(config))
     print(f"# placement: {placement.describe()}")
 
 
-def _read_cluster(text: str) -> tuple[int, int, int]:
-    """(nodes, CPUs of each, GPUs of each)"""
+def _read_cluster(text: str) -> list[Node]:
     match = _CLUSTER.fullmatch(text)
     if match is None:
-        raise ConfigError(f"--cluster is {text!r}; it must be NODESxCPUSxGPUS, such as 9x96x8")
-    nodes, cpus, gpus = (int(number) for number in match.groups())
-    return nodes, cpus, gpus
+        raise ConfigError(f"--cluster is {text!r}; it must be NODESxCPUSxGPUS, such as 9x96x8 or 9x96x8:H100")
+    nodes, cpus, gpus = (int(number) for number in match.groups()[:3])
+    return [Node(f"node-{number}", cpus, gpus, match[4] if gpus else None) for number in range(nodes)]
+
+
+def _load(config_path: Path, overrides: Sequence[str], nodes: Callable[[Config], Sequence[Node]]) -> Config:
+    """With the planner's split of `nodes`, if it asks for that."""
+    config = load_config(config_path, overrides)
+    if config.cluster.split == "given":
+        return config
+    from olmorl.planner.split import split
+
+    there = nodes(config)
+    print(f"planning how to split {sum(node.gpus for node in there):g} GPUs", file=sys.stderr)
+    return split(config, there)
+
+
+def _nodes(config: Config) -> Sequence[Node]:
+    """Of the cluster that the run will join or, on this machine, start."""
+    from olmorl.controller.cluster import Cluster, cluster_address
+
+    address = cluster_address(config.cluster.address)
+    if address is None:
+        return [this_machine()]
+    with tempfile.TemporaryDirectory() as folder, Cluster(address=address, cpus=0, log_dir=Path(folder)) as cluster:
+        cluster.wait_for_nodes(config.cluster.nodes, timeout=config.cluster.start_timeout_seconds)
+        return cluster.nodes()
 
 
 def train(config_path: Path, overrides: Sequence[str], *, resume: bool) -> None:
-    config = load_config(config_path, overrides)
+    config = _load(config_path, overrides, _nodes)
     from olmorl.controller.run import Run  # brings Ray
     from olmorl.controller.run_directory import RunDirectory
 

@@ -244,6 +244,9 @@ class ClusterSection(Section):
     """address of a running Ray cluster; None takes RAY_ADDRESS, else starts one on this machine"""
     nodes: int = Field(1, ge=1)
     """a run begins when so many have joined the cluster"""
+    split: Literal["given", "auto"] = "given"
+    """auto: the planner divides the GPUs that are there: it sets inference.workers, inference.tensor_parallel,
+    inference.max_num_seqs and learner.workers"""
     start_timeout_seconds: float = Field(300.0, gt=0)
     """how long nodes may take to join, and workers to start"""
     heartbeat_seconds: float = Field(10.0, gt=0)
@@ -293,12 +296,8 @@ class Config(Section):
         band = self.loss.importance_band
         if band is not None and not 0 <= band[0] < band[1]:
             raise ValueError(f"loss.importance_band = {list(band)} is not [low, high] with 0 <= low < high")
-        least, workers = self.cluster.min_inference_workers, self.inference.workers
-        if least > workers:
-            raise ValueError(f"cluster.min_inference_workers = {least} is above inference.workers = {workers}")
-        size, ranks = self.learner.shard_size, self.learner.workers
-        if size is not None and ranks % size:
-            raise ValueError(f"learner.shard_size = {size} does not divide learner.workers = {ranks}")
+        if self.cluster.split == "given":  # else these counts are not the run's
+            self._check_counts()
         self._check_shared_gpu()
         self._check_quantization()
         if self.loss.advantage == "leave_one_out" and self.rollout.samples_per_prompt < 2:
@@ -309,6 +308,14 @@ class Config(Section):
     def shares_gpu(self) -> bool:
         """True when inference and learner workers are to lie on one GPU."""
         return self.inference.gpu_share < 1 and self.learner.gpu_share < 1
+
+    def _check_counts(self) -> None:
+        least, workers = self.cluster.min_inference_workers, self.inference.workers
+        if least > workers:
+            raise ValueError(f"cluster.min_inference_workers = {least} is above inference.workers = {workers}")
+        size, ranks = self.learner.shard_size, self.learner.workers
+        if size is not None and ranks % size:
+            raise ValueError(f"learner.shard_size = {size} does not divide learner.workers = {ranks}")
 
     def _check_quantization(self) -> None:
         inference = self.inference
@@ -339,6 +346,10 @@ class Config(Section):
         if (inference.gpu_share < 1) != (learner.gpu_share < 1):
             raise ValueError("inference.gpu_share and learner.gpu_share go together: give both, or none")
         if self.shares_gpu:
+            if self.cluster.split == "auto":
+                raise ValueError(
+                    "cluster.split = 'auto' divides whole GPUs; with gpu_share both roles have one, leave it out"
+                )
             taken = inference.workers * inference.gpu_share + learner.workers * learner.gpu_share
             if learner.workers > 1 or taken > 1 + 1e-6:
                 raise ValueError(

@@ -2,8 +2,10 @@
 
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 from olmorl.config.schema import Config, Device
@@ -12,6 +14,7 @@ from olmorl.contract.errors import PlacementError
 CPUS_PER_GPU_WORKER = 1
 ACCELERATOR = "accelerator_type:"  # how Ray marks the nodes that have one: a resource of 1, however many there are
 A_LITTLE = 0.001
+GPUS = Path("/proc/driver/nvidia/gpus")  # a folder for each, from the driver
 ROUNDING = 1e-6  # shares of a GPU are sums of fractions
 
 Bundle = dict[str, float]
@@ -203,7 +206,8 @@ def gpu_types(nodes: Sequence[Node]) -> list[str]:
 
 def this_machine(*, cpus: int = 0) -> Node:
     """`cpus`: at least so many, for a cluster of our own may declare more than there are."""
-    return Node("this machine", max(os.cpu_count() or 1, cpus), count_gpus())
+    gpus = count_gpus()
+    return Node("this machine", max(os.cpu_count() or 1, cpus), gpus, _gpu_type() if gpus else None)
 
 
 def _device(wanted: Device, gpus: float) -> Literal["cpu", "cuda"]:
@@ -217,5 +221,14 @@ def count_gpus() -> int:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([name for name in visible.split(",") if name.strip() and name.strip() != "-1"])
-    folder = "/proc/driver/nvidia/gpus"
-    return len(os.listdir(folder)) if os.path.isdir(folder) else 0
+    return len(list(GPUS.iterdir())) if GPUS.is_dir() else 0
+
+
+def _gpu_type() -> str | None:
+    """By the name that Ray would have for it."""
+    for file in GPUS.glob("*/information"):
+        if (
+            match := re.search(r"^Model:\s+\w+\s+(?:Tesla\s+)?([A-Z0-9]+)", file.read_text(), re.MULTILINE)
+        ) is not None:
+            return match[1]
+    return None

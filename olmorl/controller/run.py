@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from olmorl.config.dump import dump_toml
 from olmorl.config.schema import Config
-from olmorl.contract.errors import SyncError, WorkerLostError
+from olmorl.contract.errors import ConfigError, SyncError, WorkerLostError
 from olmorl.controller.announce import announce
 from olmorl.controller.cluster import Cluster, cluster_address
 from olmorl.controller.compose import compose, load_inputs
@@ -43,6 +43,12 @@ class Run:
     """
 
     def __init__(self, config: Config, *, resume: bool = False) -> None:
+        """Raises ConfigError for cluster.split = "auto", which `olmorl.planner.split.split` turns into settings."""
+        if config.cluster.split == "auto":
+            raise ConfigError(
+                "cluster.split = 'auto' is for `olmorl train`; here, turn it into counts: "
+                "Run(olmorl.planner.split.split(config, nodes))"
+            )
         self.config = config
         self._resume = resume
         self._lost_workers = False

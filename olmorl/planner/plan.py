@@ -14,9 +14,11 @@ BLOCK_SIZE = (
     128  # coarser than an engine's: a sequence holds half of one too much, and the simulation is 5 times faster
 )
 SIMULATED_WORKERS = 32  # more are simulated as so many, with the load scaled down alike
+MOST_PARALLEL = 8
 DEGREES = 2  # of tensor parallelism that are tried: the smallest that fit
 COARSE_WORKERS = 4  # of the first look at every candidate
 COARSE_STEPS = 3
+STEPS = 6  # simulated behind the warm-up
 FINALISTS = 6  # that are simulated again, as large as SIMULATED_WORKERS allows
 BYTES_PER_TRAINED_PARAMETER = 16  # bf16 weight and gradient, float32 weight and two moments, less what is freed
 ACTIVATION_SHARE = 0.35  # of a learner's memory that activations and buffers need
@@ -29,6 +31,8 @@ class Question:
     shape: ModelShape
     device: Device
     num_devices: int
+    node_size: int = MOST_PARALLEL
+    """devices of a node, the most that one inference worker may have"""
     load: Load
     prompts_per_step: int
     samples_per_prompt: int
@@ -59,22 +63,22 @@ class Plan:
     cost_per_million_trained_tokens: float
 
 
-def plans(question: Question, *, steps: int = 6, progress: Callable[[int, int], None] | None = None) -> list[Plan]:
+def plans(question: Question, *, steps: int = STEPS, progress: Callable[[int, int], None] | None = None) -> list[Plan]:
     """All candidates, the best first: the most trained tokens a second, all devices being paid for.
 
     Raises:
         ConfigError: the model fits on no split of these devices; says what it needs.
     """
-    candidates = list(_candidates(question))
-    if not candidates:
+    tried = list(candidates(question))
+    if not tried:
         raise ConfigError(_why_nothing_fits(question))
     coarse = []
-    for number, (inference_gpus, tensor_parallel, slots) in enumerate(candidates):
-        coarse.append(_simulate(question, inference_gpus, tensor_parallel, slots, COARSE_STEPS, workers=COARSE_WORKERS))
+    for number, (inference_gpus, tensor_parallel, slots) in enumerate(tried):
+        coarse.append(simulate(question, inference_gpus, tensor_parallel, slots, COARSE_STEPS, workers=COARSE_WORKERS))
         if progress is not None:
-            progress(number + 1, len(candidates))
+            progress(number + 1, len(tried))
     best = sorted(coarse, key=_rank)[:FINALISTS]
-    again = [_simulate(question, plan.inference_gpus, plan.tensor_parallel, plan.slots, steps) for plan in best]
+    again = [simulate(question, plan.inference_gpus, plan.tensor_parallel, plan.slots, steps) for plan in best]
     return sorted(again, key=_rank)
 
 
@@ -82,11 +86,11 @@ def _rank(plan: Plan) -> float:
     return -plan.trained_tokens_per_second
 
 
-def sensitivity(question: Question, best: Plan, *, steps: int = 6) -> dict[str, float]:
+def sensitivity(question: Question, best: Plan, *, steps: int = STEPS) -> dict[str, float]:
     """Trained tokens a second of the best plan, relative to what it is, when one thing changes."""
 
     def again(changed: Question) -> float:
-        plan = _simulate(changed, best.inference_gpus, best.tensor_parallel, best.slots, steps)
+        plan = simulate(changed, best.inference_gpus, best.tensor_parallel, best.slots, steps)
         return plan.trained_tokens_per_second / best.trained_tokens_per_second - 1
 
     engine = _engine(question, best.tensor_parallel)
@@ -116,11 +120,12 @@ def explain(question: Question, best: Plan) -> str:
     return f"{where}; both sides keep each other busy: the learner waits {best.learner_wait_share:.0%} of its time"
 
 
-def _candidates(question: Question) -> Iterator[tuple[int, int, int]]:
+def candidates(question: Question) -> Iterator[tuple[int, int, int]]:
     """(inference devices, tensor parallel degree, slots) that fit in memory."""
     total = question.num_devices
     longest = question.load.prompt_tokens + question.max_response_tokens
-    fitting = [degree for degree in (1, 2, 4, 8) if _engine(question, degree).kv_tokens() >= longest]
+    degrees = [degree for degree in (1, 2, 4, MOST_PARALLEL) if degree <= question.node_size]
+    fitting = [degree for degree in degrees if _engine(question, degree).kv_tokens() >= longest]
     for tensor_parallel in fitting[:DEGREES]:
         engine = _engine(question, tensor_parallel)
         smallest = _learner_devices(question)
@@ -148,11 +153,12 @@ def _learner_devices(question: Question) -> int:
 
 
 def _why_nothing_fits(question: Question) -> str:
-    engine, learners = _engine(question, 8), _learner_devices(question)
+    largest = min(question.node_size, MOST_PARALLEL)
+    engine, learners = _engine(question, largest), _learner_devices(question)
     longest = question.load.prompt_tokens + question.max_response_tokens
     if engine.kv_tokens() < longest:
         return (
-            f"{question.shape.name} with sequences of {longest:,} tokens does not fit an inference worker of 8 "
+            f"{question.shape.name} with sequences of {longest:,} tokens does not fit an inference worker of {largest} "
             f"{question.device.name}; shorten rollout.max_response_tokens or take devices with more memory"
         )
     return (
@@ -199,16 +205,20 @@ def setup_of(
     )  # fmt: skip
 
 
-def _simulate(
+def simulate(
     question: Question,
     inference_gpus: int,
     tensor_parallel: int,
     slots: int,
-    steps: int,
+    steps: int = STEPS,
     *,
     workers: int = SIMULATED_WORKERS,
+    kv_cache_tokens: int | None = None,
 ) -> Plan:
+    """`kv_cache_tokens` of a worker; None: as many as fit."""
     setup, scale = setup_of(question, inference_gpus, tensor_parallel, slots, most=workers)
+    if kv_cache_tokens is not None:
+        setup = replace(setup, kv_cache_tokens=kv_cache_tokens)
     outcome = Simulation(setup).run(steps, warm_up=question.async_steps + 1)
     return _plan(question, outcome, scale, inference_gpus, tensor_parallel, slots)
 

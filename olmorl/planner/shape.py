@@ -81,13 +81,29 @@ def _full_share(windows: tuple[int | None, ...]) -> float:
     return sum(window is None for window in windows) / len(windows) if windows else 1.0
 
 
+def _qwen3(size: str, layers: int, hidden: int, mlp: int, heads: int, *, tied: bool = False) -> ModelShape:
+    return ModelShape(
+        name=f"qwen3-{size}", num_layers=layers, hidden_size=hidden, intermediate_size=mlp, num_heads=heads,
+        num_kv_heads=8, head_dim=128, vocab_size=151936, tied=tied,
+    )  # fmt: skip
+
+
 SHAPES = {
     shape.name: shape
     for shape in (
         ModelShape(
+            name="smollm2-135m", num_layers=30, hidden_size=576, intermediate_size=1536, num_heads=9, num_kv_heads=3,
+            head_dim=64, vocab_size=49152, tied=True,
+        ),
+        ModelShape(
             name="qwen2.5-7b", num_layers=28, hidden_size=3584, intermediate_size=18944, num_heads=28, num_kv_heads=4,
             head_dim=128, vocab_size=152064, tied=False,
         ),
+        _qwen3("0.6b", 28, 1024, 3072, 16, tied=True),
+        _qwen3("1.7b", 28, 2048, 6144, 16, tied=True),
+        _qwen3("8b", 36, 4096, 12288, 32),
+        _qwen3("14b", 40, 5120, 17408, 40),
+        _qwen3("32b", 64, 5120, 25600, 64),
         ModelShape(
             name="olmo3-7b", num_layers=32, hidden_size=4096, intermediate_size=11008, num_heads=32, num_kv_heads=32,
             head_dim=128, vocab_size=100278, tied=False, windows=(4096, 4096, 4096, None) * 8,
@@ -100,17 +116,24 @@ SHAPES = {
 }  # fmt: skip
 
 
+def _known(model: str) -> ModelShape | None:
+    """By its name, or by that of a hub id which begins with it: allenai/Olmo-3-7B-Think, allenai/Olmo-3-1025-7B."""
+    name = model.rpartition("/")[2].lower().replace("olmo-3-", "olmo3-").replace("olmo3-1025-", "olmo3-")
+    names = [known for known in SHAPES if name == known or name.startswith(f"{known}-")]
+    return SHAPES[max(names, key=len)] if names else None
+
+
 def model_shape(model: str) -> ModelShape:
-    """A known name, or a Hugging Face folder.
+    """Of a Hugging Face folder, or of a name or hub id that is known.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: it is none of them.
         ModelError: the folder holds a model of a family that the engine does not know.
     """
-    if model in SHAPES:
-        return SHAPES[model]
     folder = Path(model)
     if not (folder / "config.json").exists():
+        if (known := _known(model)) is not None:
+            return known
         raise ConfigError(
             f"model {model!r} is no folder with a config.json and no shape known by name; those are {', '.join(SHAPES)}"
         )

@@ -53,7 +53,7 @@ def test_a_plan_is_a_table_a_file_and_a_page(tmp_path: Path, capsys: pytest.Capt
         (["--gpus", "1"], "splits at least 2 devices"),
         (["--gpus", "2"], "2 h100 are too few for qwen2.5-7b: training it takes at least"),
         (["--device", "h1000"], "there are a100, h100, h200, b200"),
-        (["--shape", "gpt-9"], "no shape known by name; those are qwen2.5-7b"),
+        (["--shape", "gpt-9"], "no shape known by name; those are smollm2-135m, qwen2.5-7b"),
         (["--mean-length", "9999"], "is not between 1 and the longest"),
         (["--lengths", "nowhere.json"], "is no JSON list of lengths"),
     ],

@@ -1,0 +1,69 @@
+"""What is to be planned, from the config of a run: its model, its load, the devices it is to have."""
+
+import json
+from pathlib import Path
+
+from olmorl.config.schema import Config
+from olmorl.contract.errors import ConfigError
+from olmorl.planner.costs import EngineCost, device, fitted_engine
+from olmorl.planner.load import Load, lognormal_lengths, read_lengths
+from olmorl.planner.plan import MOST_PARALLEL, Question
+from olmorl.planner.shape import model_shape
+
+MEAN_OF_LONGEST = 14628 / 32768
+"""OLMo 3's; taken where nothing is said of lengths"""
+ZERO_VARIANCE = 0.3
+
+
+def question_of(
+    config: Config,
+    *,
+    num_devices: int,
+    device_name: str,
+    node_size: int = MOST_PARALLEL,
+    shape: str | None = None,
+    lengths: Path | None = None,
+    mean_length: float | None = None,
+    zero_variance: float = ZERO_VARIANCE,
+    bench: Path | None = None,
+) -> Question:
+    """`shape`: a model's name in place of model.path; `lengths`: see read_lengths; `bench`: JSON of `olmorl bench
+    engine`.
+
+    Raises:
+        ConfigError: fewer than 2 devices, or one of these names what is not there.
+    """
+    if num_devices < 2:
+        raise ConfigError(
+            f"a plan splits at least 2 devices, and here is {num_devices}; one that serves both roles "
+            "(inference.gpu_share, learner.gpu_share) needs no plan"
+        )
+    rollout = config.rollout
+    model, hardware = model_shape(shape or config.model.path), device(device_name)
+    longest = rollout.max_response_tokens
+    drawn = read_lengths(lengths) if lengths else lognormal_lengths(mean_length or MEAN_OF_LONGEST * longest, longest)
+    factors = None
+    if bench is not None:
+        try:
+            measured = json.loads(bench.read_text())
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--bench {bench}: {error}") from None
+        factors = fitted_engine(EngineCost(shape=model, device=hardware), measured)
+    return Question(
+        shape=model,
+        device=hardware,
+        num_devices=num_devices,
+        node_size=node_size,
+        load=Load(
+            lengths=[min(n, longest) for n in drawn],
+            prompt_tokens=rollout.max_prompt_tokens // 2,
+            zero_variance=zero_variance,
+        ),
+        prompts_per_step=rollout.prompts_per_step,
+        samples_per_prompt=rollout.samples_per_prompt,
+        max_response_tokens=longest,
+        async_steps=rollout.async_steps,
+        active_sampling=rollout.active_sampling,
+        seed=config.run.seed,
+        factors=factors,
+    )

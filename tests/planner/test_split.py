@@ -1,0 +1,104 @@
+"""`cluster.split = "auto"`: a run takes the planner's split of the GPUs it finds, or says why it cannot."""
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from olmorl.cli.main import run as command
+from olmorl.cli.run_checks import check_split
+from olmorl.config.load import load_config
+from olmorl.contract.errors import ConfigError
+from olmorl.controller import placement
+from olmorl.controller.placement import Node, this_machine
+from olmorl.controller.run import Run
+from olmorl.planner.plan import candidates
+from olmorl.planner.question import question_of
+from olmorl.planner.split import split
+
+CONFIG = str(Path(__file__).parents[2] / "configs" / "gsm8k.toml")
+SMALL = (
+    "model.path=Qwen/Qwen3-8B",
+    "rollout.max_prompt_tokens=256",
+    "rollout.max_response_tokens=128",
+    "rollout.prompts_per_step=8",
+    "rollout.samples_per_prompt=2",
+    "data.train=some.jsonl",
+)
+AUTO = (*SMALL, "cluster.split=auto")
+
+
+def test_a_run_takes_the_best_plan_for_the_gpus_there_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(["train", CONFIG, *AUTO, "--dry-run", "--cluster", "2x48x4:A100"]) == 0
+    printed = tomllib.loads(capsys.readouterr().out)
+    assert command(["plan", CONFIG, *SMALL, "--gpus", "8", "--device", "a100", "--json", str(tmp_path / "p.json")]) == 0
+    best = json.loads((tmp_path / "p.json").read_text())["best"]
+    assert printed["cluster"]["split"] == "given"
+    assert printed["inference"]["workers"] * best["tensor_parallel"] == best["inference_gpus"]
+    assert printed["inference"]["max_num_seqs"] == best["slots"]
+    assert printed["learner"]["workers"] == best["learner_gpus"]
+    assert best["inference_gpus"] + best["learner_gpus"] == 8
+
+
+@pytest.mark.parametrize(("said", "kept"), [(True, 9999), (False, "auto")])
+def test_what_the_config_says_of_memory_stays(said: bool, kept: object, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(f"[inference]\n{'kv_cache_tokens = 9999' * said}")
+    assert split(load_config(tmp_path / "run.toml", AUTO), [Node("n", 48, 8, "H100")]).inference.kv_cache_tokens == kept
+
+
+def test_no_worker_is_wider_than_a_node() -> None:
+    """Qwen3 32B fills an H100 but for some thousand tokens of KV."""
+    config = load_config(CONFIG, [*AUTO, "model.path=Qwen/Qwen3-32B", "rollout.max_response_tokens=32768"])
+    for node_size, degrees in ((8, {2, 4}), (2, {2}), (1, set())):
+        question = question_of(config, num_devices=24, device_name="h100", node_size=node_size)
+        assert {tensor_parallel for _, tensor_parallel, _ in candidates(question)} == degrees
+    with pytest.raises(ConfigError, match="does not fit an inference worker of 1 h100"):
+        split(config, [Node(f"n{i}", 8, 1, "H100") for i in range(24)])
+
+
+@pytest.mark.parametrize(
+    ("nodes", "told"),
+    [
+        ([Node("n", 8)], "divides GPUs, and there are none here; set inference.workers and learner.workers"),
+        ([Node("n", 8, 4, "L40S")], "a100, h100, h200, b200; here are L40S"),
+        ([Node("n", 8, 4)], "here are unnamed"),
+        ([Node("n", 8, 4, "H100"), Node("m", 8, 4, "A100")], "here are A100, H100"),
+        ([Node("n", 8, 1, "H100")], "splits at least 2"),
+        ([Node("n", 8, 2, "H100")], "training it takes at least 3 and generating at least 1"),
+    ],
+)
+def test_what_cannot_be_split_is_said(nodes: list[Node], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        split(load_config(CONFIG, AUTO), nodes)
+
+
+def test_what_the_split_breaks_is_said() -> None:
+    config = load_config(CONFIG, [*AUTO, "learner.shard_size=64"])
+    with pytest.raises(ConfigError, match=r"learner\.shard_size = 64 does not divide learner\.workers = "):
+        split(config, [Node("n", 48, 8, "H100")])
+
+
+def test_doctor_says_whether_there_is_anything_to_split() -> None:
+    assert check_split([Node("n", 48, 8, "H100")]).what == "placement: as the planner splits 8 h100"
+    assert check_split([Node("n", 48)]).status == "fail"
+
+
+def test_a_run_by_hand_wants_counts() -> None:
+    with pytest.raises(ConfigError, match=r"olmorl\.planner\.split\.split"):
+        Run(load_config(CONFIG, AUTO))
+    with pytest.raises(ConfigError, match="divides whole GPUs"):
+        load_config(CONFIG, [*AUTO, "inference.gpu_share=0.4", "learner.gpu_share=0.6"])
+
+
+@pytest.mark.parametrize(
+    ("model", "kind"), [("NVIDIA H100 80GB HBM3", "H100"), ("NVIDIA A100-SXM4-80GB", "A100"), ("Tesla V100", "V100")]
+)
+def test_the_driver_names_the_gpus_of_this_machine(
+    model: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "0000:01:00.0").mkdir()
+    (tmp_path / "0000:01:00.0" / "information").write_text(f"Model: \t\t {model}\nIRQ: 16\n")
+    monkeypatch.setattr(placement, "GPUS", tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert (this_machine().gpus, this_machine().gpu_type) == (1, kind)
