@@ -69,7 +69,7 @@ def engine(
     }
     figures = bench_engine(model, workload, options)
     if published:
-        figures |= as_reported(figures["tokens_per_second"], devices=1)
+        figures |= as_reported(figures["tokens_per_second"], devices=tensor_parallel_size)
     _report(figures, json_file)
 
 

@@ -233,6 +233,7 @@ def rollout_rows(groups: Iterable[Group], *, step: int, attempt: int, t_trained:
                     prompt=group.prompt.text,
                     ground_truth=_truths(group.prompt),
                     verdict_detail=s.detail,
+                    **({} if s.learner_logprobs is None else {"learner_logprobs": s.learner_logprobs}),
                 )
             )
     return rows

@@ -106,6 +106,7 @@ function groupCard(group) {
   card.addEventListener("toggle", () => {
     if (card.open && card.children.length === 1) {
       card.append(element("div", { class: "tokens", text: group.prompt }),
+        element("div", { class: "says", text: group.ground_truth ? `ground truth: ${group.ground_truth}` : "" }),
         element("div", { class: "samples" }, ...group.samples.map(sampleCard)));
     }
   });
@@ -118,20 +119,33 @@ function sampleCard(sample) {
   const tokens = element("div", { class: "tokens", tabindex: "0" });
   const by = byId("colour").value;
   sample.tokens.forEach((text, at) => {
-    const told = `${JSON.stringify(text)} · logprob ${sample.logprobs[at]} · version ${sample.versions[at]}`;
+    const ratio = sample.ratios[at] === null ? "not trained" : `importance ratio ${sample.ratios[at]}`;
+    const told = `${JSON.stringify(text)} · logprob ${sample.logprobs[at]} · version ${sample.versions[at]} · ${ratio}`;
     tokens.append(element("span", { text, title: told, style: `background:${shade(by, sample, at)}` }));
   });
-  return element("div", { class: "sample" }, element("div", { class: "says", text: facts.filter(Boolean).join(" · ") }), tokens);
+  return element("div", { class: "sample" }, element("div", { class: "says", text: facts.filter(Boolean).join(" · ") }), tokens,
+    element("div", { class: "says", text: sample.detail || "" }));
 }
 
 function shade(by, sample, at) {
   if (by === "logprobs") return `rgba(213,94,0,${Math.min(0.75, -sample.logprobs[at] / 6).toFixed(3)})`;
+  if (by === "ratios") {
+    const ratio = sample.ratios[at];
+    if (ratio === null) return "transparent";
+    return `rgba(${ratio > 1 ? "213,94,0" : "0,114,178"},${Math.min(0.75, Math.abs(Math.log2(ratio))).toFixed(3)})`;
+  }
   const hues = [205, 35, 160, 320, 55];
   return `hsla(${hues[((sample.versions[at] % 5) + 5) % 5]},80%,50%,0.28)`;
 }
 
+const LEGENDS = {
+  logprobs: "darker: less likely",
+  versions: "a new colour: new weights",
+  ratios: "orange: the learner finds it likelier than it was when drawn; blue: less likely; none: not trained",
+};
+
 function legend() {
-  byId("legend").textContent = byId("colour").value === "logprobs" ? "darker: less likely" : "a new colour: new weights";
+  byId("legend").textContent = LEGENDS[byId("colour").value];
 }
 
 // The frame around it

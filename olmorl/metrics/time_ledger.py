@@ -5,7 +5,8 @@ A learner is told what it does by the driver, which waits for it meanwhile (`Tim
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Literal, get_args
 
 from olmorl.metrics.utilization import since
@@ -18,8 +19,10 @@ ENGINE_TIMES: tuple[EngineTime, ...] = get_args(EngineTime)
 
 class TimeLedger:
     """Example:
-    ledger = TimeLedger()
-    ledger.enter("training")  # whatever it did before ends here
+    ledger = TimeLedger()  # is starting
+    ledger.enter("waiting")  # whatever it did before ends here
+    with ledger.during("training"):
+        ...
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -32,6 +35,16 @@ class TimeLedger:
         now = self._clock()
         self._totals[self._doing] += now - self._since
         self._doing, self._since = doing, now
+
+    @contextmanager
+    def during(self, doing: LearnerTime) -> Iterator[None]:
+        """Afterwards it does again what it did before."""
+        before = self._doing
+        self.enter(doing)
+        try:
+            yield
+        finally:
+            self.enter(before)
 
     def totals(self) -> dict[str, float]:
         """Seconds under each name, what is going on now included; their sum is the time since construction."""

@@ -108,6 +108,14 @@ def test_rollouts_are_read_as_text_with_the_keyboard_alone(
     page.tab.wait_for_selector("#groups .sample")
     recoloured = page.tab.evaluate("[...document.querySelectorAll('.tokens span')].map(s => s.style.background)")
     assert len(colours) == len(recoloured) > 0 and colours != recoloured and len(set(recoloured)) == 2
+    page.tab.select_option("#colour", "ratios")
+    page.tab.focus("#groups details summary >> nth=0")
+    page.tab.keyboard.press("Enter")
+    page.tab.wait_for_selector("#groups .sample")
+    by_ratio = page.tab.evaluate("[...document.querySelectorAll('.tokens span')].map(s => s.style.background)")
+    tints = {colour.split(",")[0] for colour in by_ratio}
+    assert {"rgba(213", "rgba(0"} <= tints, "orange, blue"
+    assert "ratio" in page.tab.get_attribute(".tokens span >> nth=0", "title")
     page.tab.select_option("#which", "2")
     page.until("document.querySelector('#groups summary').textContent.startsWith('0-2-')")
     page.check()

@@ -1,5 +1,6 @@
 """Every second has one name, and the names add up."""
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -24,6 +25,18 @@ def test_a_learners_seconds_add_up_to_wall_time(work: list[tuple[LearnerTime, in
         now += seconds
         expected[doing] += seconds
     assert ledger.totals() == expected and sum(ledger.totals().values()) == now
+
+
+def test_what_is_done_meanwhile_ends_also_by_an_error() -> None:
+    now = 0.0
+    ledger = TimeLedger(clock=lambda: now)
+    ledger.enter("waiting")
+    now = 1.0
+    with contextlib.suppress(RuntimeError), ledger.during("training"):
+        now = 3.0
+        raise RuntimeError
+    now = 7.0
+    assert ledger.totals() == {"starting": 0, "waiting": 5, "training": 2, "sending": 0, "checkpointing": 0}
 
 
 @given(*[st.floats(0, 50)] * 4, st.floats(0, 100), st.booleans())
