@@ -45,8 +45,8 @@ def measured_peak(
     products: Sequence[Product] = (),
     synchronize: Callable[[], object] = lambda: None,
 ) -> DevicePeak:
-    """Under a second on a CPU. `ones(*shape)` makes a float32 array on the device. `products` are other ways to multiply
-    than its own; the fastest counts. `threads` are told in the source."""
+    """Under a second on a CPU. `ones(*shape)` makes a float32 array on the device. `products` are further ways to
+    multiply; the fastest counts. `threads` are told in the source."""
     matrix = ones(MATRIX, MATRIX)
     works = [lambda: matrix @ matrix, *(product(matrix) for product in products)]
     product_seconds = min(best_seconds(work, synchronize) for work in works)

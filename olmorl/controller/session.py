@@ -256,7 +256,8 @@ class Session:
         self._recorder.lost(self._service.lost_tokens)
         stats = snapshot_stats(self._service.stats)
         learner_time = self._learner_time.totals()
-        await asyncio.to_thread(self._recorder.write_row, step, evaluations, stats, learner_time, self._faults())
+        also = {**self._recorder.balance(), **self._faults()}
+        await asyncio.to_thread(self._recorder.write_row, step, evaluations, stats, learner_time, also)
         await asyncio.to_thread(self._recorder.received, self._service.tokens_received)
 
     async def _keep_weights(self, version: int) -> None:

@@ -90,8 +90,9 @@ def add_progress(bag: MetricBag, groups: Sequence[Group], *, seconds: float) -> 
     bag.add("progress/epoch", max(group.prompt.epoch for group in groups), reduce="max")
 
 
-def add_engines(bag: MetricBag, before: Stats, after: Stats, *, peak: Peak, seconds: float) -> None:
-    """Throughput and engine counters between two snapshots, over `seconds` of wall time."""
+def add_engines(bag: MetricBag, before: Stats, after: Stats, *, peak: Peak, seconds: float, since_last: float) -> None:
+    """Throughput and engine counters between two snapshots, over `seconds` of wall time; `since_last` snapshot, which
+    for the first row is the start of the run."""
     total = {name: sum(since(before.get(w, {}), after[w], name) for w in after) for name in _COUNTERS}
     rate = total["output_tokens"] / seconds
     bag.add("throughput/tokens_per_second", rate, reduce="last")
@@ -101,7 +102,7 @@ def add_engines(bag: MetricBag, before: Stats, after: Stats, *, peak: Peak, seco
         bag.add("throughput/inference_mfu", used.mfu)
         bag.add("throughput/inference_mbu", used.mbu)
         bag.add("engine/kv_usage", counters.get("kv_usage", 0.0))
-        for kind, spent in engine_seconds(before.get(worker, {}), counters, span=seconds).items():
+        for kind, spent in engine_seconds(before.get(worker, {}), counters, span=since_last).items():
             bag.add(f"engine_time/{kind}", spent, reduce="sum")
     for name, value in _by_phase(before, after, peak).items():
         bag.add(f"throughput/{name}", value)

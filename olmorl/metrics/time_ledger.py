@@ -53,21 +53,22 @@ class TimeLedger:
 
 
 def engine_seconds(before: Mapping[str, float], after: Mapping[str, float], *, span: float) -> dict[str, float]:
-    """How an engine spent `span` seconds, between two snapshots of its counters; the first `before` is empty.
+    """How an engine spent the time between two snapshots of its counters, by its own clock.
 
-    The engine's own clock starts when it is built, so what the span has more than that is `starting`.
+    Until the first snapshot it was `starting` for what `span`, the time that the caller saw pass, has more than its
+    clock, which starts when it is built. Later a span that differs only says that a snapshot came late.
     """
-    lived = min(since(before, after, "wall_seconds"), span)
+    lived = since(before, after, "wall_seconds")
     recompute = since(before, after, "recompute_seconds")
     prefill = since(before, after, "prefill_seconds")
     # A step that prefills may recompute too; then the recomputed share comes out of the decoding time at the most.
     decode = since(before, after, "busy_seconds") - prefill - recompute
     spent = {
-        "starting": span - lived,
+        "starting": 0.0 if "wall_seconds" in before else max(span - lived, 0.0),
         "prefill": prefill + min(decode, 0.0),
         "decode": max(decode, 0.0),
         "recompute": recompute,
         "stalled": since(before, after, "stall_seconds"),
     }
-    spent["waiting"] = max(span - sum(spent.values()), 0.0)
+    spent["waiting"] = max(spent["starting"] + lived - sum(spent.values()), 0.0)
     return spent

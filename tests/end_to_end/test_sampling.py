@@ -49,7 +49,13 @@ def test_an_environment_is_trained(command: Any, checks: Any) -> None:
     assert all(np.isfinite(row["loss/policy"]) for row in command.metrics()[1:])
 
 
-STARVED = ("data.train=eight.jsonl", "checkpoint.every=100", "eval.data=[]", "rollout.async_steps=0")
+STARVED = (
+    "logging.wandb=offline",
+    "data.train=eight.jsonl",
+    "checkpoint.every=100",
+    "eval.data=[]",
+    "rollout.async_steps=0",
+)
 
 
 def starve(command: Any) -> int:
@@ -74,9 +80,11 @@ def test_a_starved_run_stops_with_its_checkpoint(command: Any) -> None:
 
 
 @pytest.mark.soak
-def test_a_starved_run_can_go_on(command: Any, checks: Any) -> None:
+def test_a_starved_run_can_go_on(command: Any, checks: Any, wandb_history: Any) -> None:
     step = starve(command)
     command.run(f"run.steps={step + 1}", *STARVED, "--resume")
+    assert [row["progress/step"] for row in wandb_history(command.directory)] == list(range(step + 2))
+    assert len({path.name.rpartition("-")[2] for path in command.directory.glob("wandb/offline-run-*")}) == 1
     checks.one_row_a_step(command, step + 1)
     checks.one_fate_each(command)
 
