@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from olmorl.cli.main import run as cli
 from olmorl.config.load import load_config
 from olmorl.contract.generation import OBSERVED
 from olmorl.controller.compose import load_inputs
@@ -47,6 +48,10 @@ def test_an_environment_is_trained(command: Any, checks: Any) -> None:
     drawn = sum(int(row.loss_mask.sum()) for row in rows)
     assert drawn == summary["trained_tokens"] == summary["waste"]["trained"]
     assert all(np.isfinite(row["loss/policy"]) for row in command.metrics()[1:])
+    chatty = max(rows, key=lambda row: [version for version, *_ in row.version_spans].count(OBSERVED))
+    fresh = max(rows, key=lambda row: len({version for version, *_ in row.version_spans}))
+    for row in (chatty, fresh):
+        assert cli(["replay", str(command.directory), row.rollout_id]) == 0, "a turn came out otherwise"
 
 
 STARVED = (
