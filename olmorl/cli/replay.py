@@ -26,7 +26,7 @@ def replay(run_directory: Path, rollout_id: str, *, device: str | None) -> int:
     directory = RunDirectory(run_directory)
     row = _find(directory, rollout_id)
     config = load_config(directory.config_file, [f"inference.device={device}"] if device else [])
-
+    assert row.seed is not None, f"{rollout_id} was drawn without a seed, which no run does"
     from inference.rollout_replay import needed_versions, replay_rollout
     from learner.kept_weights import read_weights
 
@@ -40,7 +40,7 @@ def replay(run_directory: Path, rollout_id: str, *, device: str | None) -> int:
         )
     report = replay_rollout(
         engine_config(config, plan_placement(config)),
-        training_params(config, seed=row.seed or 0),
+        training_params(config, seed=row.seed),
         sample=row.sample,
         turns=turns,
         weights=lambda version: read_weights(places[version] or Path()),
