@@ -228,7 +228,7 @@ class Engine:
         """Compute and draw once; the samples that are known to have finished since the last step."""
         if self.scheduler.has_work:
             assert not self.rewriting, "a step was asked for while the weights are being rewritten"
-            started, before = time.perf_counter(), replace(self.clock.totals)
+            self.clock.begin_step()
             plan = self.scheduler.schedule()
             self.table.update(entered=plan.entered, grown=plan.grown)
             for sequence in plan.entered:
@@ -239,7 +239,7 @@ class Engine:
             self._give_up(plan.outgrown)
             if not self.scheduler.has_work:
                 self._land(0)  # nobody waits for these, all have stopped
-            self.clock.spend(time.perf_counter() - started, before)
+            self.clock.end_step()
         finished, self._finished = self._finished, []
         return finished
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from inference.device_peaks import device_peaks
+from inference.device_peak import device_peak
 from inference.engine import KvPolicy
 from inference.recorded_engine import open_engine
 from inference.request import Request, Sequence
@@ -19,6 +19,7 @@ from inference.stopping import output_text
 from inference.tokenizer import Tokenizer
 from olmorl.contract.errors import ConfigError
 from olmorl.contract.generation import EngineConfig, FinishReason, KvEvent, SamplingParams, VersionSpan
+from olmorl.contract.peaks import DevicePeak
 
 Prompt = str | Items[int] | np.ndarray
 
@@ -174,11 +175,12 @@ class LLM:
             raise ValueError(f"a prompt is text or a list of integer token ids, not {_shortened(prompt)}")
         return [int(token) for token in ids]
 
-    def device_peaks(self) -> tuple[float, float, str]:
-        """(FLOP/s, bytes/s, where the figures come from) of what this engine runs on, all its devices together."""
-        flops, bandwidth, source = device_peaks(self.engine.decoder.device)
-        size = self.engine.decoder.ranks.size
-        return size * flops, size * bandwidth, source if size == 1 else f"{size} times {source}"
+    def device_peak(self) -> DevicePeak:
+        """Of what this engine runs on, all its devices together."""
+        peak, size = device_peak(self.engine.decoder.device), self.engine.decoder.ranks.size
+        if size == 1:
+            return peak
+        return DevicePeak(size * peak.flops, size * peak.bandwidth, f"{size} times {peak.source}")
 
     def _add(
         self, prompt: list[int], params: SamplingParams, *, lengths: Items[int] | None = None, priority: int = 0

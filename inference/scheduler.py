@@ -247,8 +247,10 @@ class Scheduler:
         self.cache.count(sequence.token_ids, hit)
         fresh = sequence.num_output == 0
         sequence.publishable = True
-        event = (0, self.cache.version, "prefill") if fresh else (sequence.num_tokens, self.cache.version, "recompute")
-        sequence.kv_events.append(event)  # type: ignore[arg-type]
+        if fresh:
+            sequence.kv_events = [(0, self.cache.version, "prefill")]  # whatever was computed before is gone
+        else:
+            sequence.kv_events.append((sequence.num_tokens, self.cache.version, "recompute"))
         self._enter(sequence, plan)
         count = min(sequence.num_tokens - sequence.num_computed, budget)
         grown = self._grow(sequence, sequence.num_computed + count, plan)

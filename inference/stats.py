@@ -3,8 +3,9 @@
 Bytes and FLOPs follow docs/numerics.md: weights are read once a step, keys and values once for each query token.
 """
 
+import threading
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
@@ -102,9 +103,22 @@ class StatsClock:
     def __init__(self) -> None:
         self.totals = EngineStats()
         self._started = time.perf_counter()
+        self._border = threading.Lock()
+        self._before = EngineStats()
+        """the totals when the present step began"""
+        self._step_began: float | None = None
 
-    def spend(self, seconds: float, before: EngineStats) -> None:
-        """A step took so long; `before` is a copy of the totals from before it."""
+    def begin_step(self) -> None:
+        with self._border:
+            self._before, self._step_began = replace(self.totals), time.perf_counter()
+
+    def end_step(self) -> None:
+        with self._border:
+            assert self._step_began is not None, "no step has begun"
+            self._spend(time.perf_counter() - self._step_began, self._before)
+            self._step_began = None
+
+    def _spend(self, seconds: float, before: EngineStats) -> None:
         totals = self.totals
         totals.busy_seconds += seconds
         if totals.prefill_steps > before.prefill_steps:
@@ -115,11 +129,15 @@ class StatsClock:
             totals.recompute_seconds += seconds * recomputed / (totals.tokens_computed - before.tokens_computed)
 
     def snapshot(self, **gauges: float) -> dict[str, float]:
-        totals = {name: float(value) for name, value in asdict(self.totals).items()}
+        """From any thread. A step that is under way has not happened yet: its seconds are neither in `wall_seconds` nor
+        in those that tell what was done."""
+        with self._border:
+            totals = {name: float(value) for name, value in asdict(self.totals).items()}
+            now = time.perf_counter() if self._step_began is None else self._step_began
         steps = max(self.totals.steps, 1)
         return {
             **totals,
-            "wall_seconds": time.perf_counter() - self._started,
+            "wall_seconds": now - self._started,
             "tokens_per_second": self.totals.output_tokens / max(self.totals.busy_seconds, 1e-9),
             "mean_live_batch": self.totals.live_batch_sum / steps,
             "slot_waste": 1 - self.totals.slot_steps_used / max(self.totals.slot_steps, 1),

@@ -13,7 +13,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from inference.device_peaks import device_peaks
+from inference.device_peak import device_peak
 from inference.engine import KvPolicy
 from inference.engine_thread import EngineThread
 from inference.recorded_engine import open_engine
@@ -47,16 +47,16 @@ class InferenceWorker:
 
     def info(self) -> WorkerInfo:
         decoder = self._engine.decoder
-        flops, bandwidth, source = device_peaks(decoder.device)
+        peak = device_peak(decoder.device)
         return WorkerInfo(
             name=self.name,
             host=socket.gethostname(),
             pid=os.getpid(),
             device=str(decoder.device),
             num_parameters=decoder.num_parameters,
-            peak_flops=flops,
-            peak_bandwidth=bandwidth,
-            peak_source=source,
+            peak_flops=peak.flops,
+            peak_bandwidth=peak.bandwidth,
+            peak_source=peak.source,
             tensors=decoder.specs,
             devices=decoder.ranks.size,
             max_prompt_tokens=self._engine.max_prompt_tokens,

@@ -45,10 +45,28 @@ def pack(
     count = max(1, min(num_mini_batches, len(samples)))
     bounds = [len(samples) * i // count for i in range(count + 1)]
     mini_batches = [
-        _pack_one(samples[begin:end], num_ranks, tokens_per_micro_batch, attention_tokens)
+        _pack_one(samples[begin:end], num_ranks, tokens_per_micro_batch, attention_tokens, first=begin)
         for begin, end in pairwise(bounds)
     ]
     return [RankBatch(version=version, mini_batches=of_rank) for of_rank in zip(*mini_batches, strict=True)]
+
+
+def unpack(batches: Sequence[RankBatch], values: Sequence[np.ndarray], lengths: Sequence[int]) -> list[np.ndarray]:
+    """[T] float32 for each sample of so many `lengths` that was packed into `batches`, from a value for each trained
+    token of each rank, in order; NaN at tokens that are not trained."""
+    unpacked = [np.full(length, np.nan, np.float32) for length in lengths]
+    for batch, of_rank in zip(batches, values, strict=True):
+        taken = 0
+        for micro in batch.micro_batches:
+            for sample, (start, end) in zip(micro.samples, pairwise(micro.document_starts), strict=True):
+                if sample < 0:
+                    continue
+                trained = micro.loss_mask[max(start, end - lengths[sample]) : end]
+                count = int(trained.sum())
+                unpacked[sample][trained] = of_rank[taken : taken + count]
+                taken += count
+        assert taken == len(of_rank), f"{len(of_rank)} values for {taken} trained tokens"
+    return unpacked
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +78,9 @@ class _Unit:
     cost: float
 
 
-def _pack_one(samples: Sequence[TrainSample], num_ranks: int, limit: int, attention_tokens: float) -> list[MiniBatch]:
+def _pack_one(
+    samples: Sequence[TrainSample], num_ranks: int, limit: int, attention_tokens: float, *, first: int
+) -> list[MiniBatch]:
     """Every rank's share of one optimizer step."""
     num_tokens = sum(map(_length, samples))
     size = limit if num_ranks == 1 else min(limit, num_tokens // (num_ranks * UNITS_PER_RANK))
@@ -74,7 +94,7 @@ def _pack_one(samples: Sequence[TrainSample], num_ranks: int, limit: int, attent
     for share, bins in zip(shares, fewest, strict=True):
         bins = _level(share, limit, depth) or bins + [[] for _ in range(depth - len(bins))]
         bins.sort(key=lambda bin: -sum(unit.cost for unit in bin))  # the ranks' heavy ones meet
-        micro_batches = tuple(concatenate([samples[i] for unit in bin for i in unit.samples]) for bin in bins)
+        micro_batches = tuple(_lay(samples, [i for unit in bin for i in unit.samples], first) for bin in bins)
         batches.append(MiniBatch(micro_batches=micro_batches, num_loss_tokens=num_loss_tokens))
     return batches
 
@@ -113,17 +133,24 @@ def _by_prompt(samples: Sequence[TrainSample]) -> list[list[int]]:
     return list(groups.values())
 
 
-def concatenate(samples: Sequence[TrainSample]) -> MicroBatch:
-    """Lay `samples` one behind the other, a prompt that several have but once. None at all make the empty one."""
+def _lay(samples: Sequence[TrainSample], chosen: Sequence[int], first: int) -> MicroBatch:
+    """Those `chosen` of `samples`, which are packed behind `first` others."""
+    return concatenate([samples[i] for i in chosen], places=[first + i for i in chosen])
+
+
+def concatenate(samples: Sequence[TrainSample], *, places: Sequence[int] | None = None) -> MicroBatch:
+    """Lay `samples` one behind the other, a prompt that several have but once. None at all make the empty one.
+    `places` they have among all that are packed; as they stand here if not given."""
+    places = range(len(samples)) if places is None else places
     pieces: list[_Piece] = []
     for members in _by_prompt(samples):
         prompt = samples[members[0]].prompt_token_ids
         if len(members) == 1:
-            pieces.append(_Piece(prompt, samples[members[0]], parent=-1, before=0))
+            pieces.append(_Piece(prompt, samples[members[0]], places[members[0]], parent=-1, before=0))
             continue
         parent = len(pieces)
-        pieces.append(_Piece(prompt, None, parent=-1, before=0))
-        pieces += [_Piece(prompt[:0], samples[i], parent=parent, before=len(prompt)) for i in members]
+        pieces.append(_Piece(prompt, None, -1, parent=-1, before=0))
+        pieces += [_Piece(prompt[:0], samples[i], places[i], parent=parent, before=len(prompt)) for i in members]
     lengths = [piece.length for piece in pieces]
     document_starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     num_tokens = int(document_starts[-1])
@@ -132,6 +159,7 @@ def concatenate(samples: Sequence[TrainSample]) -> MicroBatch:
         position_ids=np.zeros(num_tokens, np.int32),
         document_starts=document_starts,
         parents=np.array([piece.parent for piece in pieces], np.int32),
+        samples=np.array([piece.place for piece in pieces], np.int32),
         loss_mask=np.zeros(num_tokens, bool),
         advantages=np.zeros(num_tokens, np.float32),
         behaviour_logprobs=np.zeros(num_tokens, np.float32),
@@ -148,6 +176,7 @@ class _Piece:
 
     prompt: np.ndarray
     sample: TrainSample | None
+    place: int
     parent: int
     before: int
     """tokens of the parent"""

@@ -1,48 +1,15 @@
-"""What one device could do at most, and who says so: the vendor for known GPUs, a measurement for anything else."""
+"""What a learner's device could do at most."""
 
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from olmorl.contract.peaks import VENDOR_PEAKS
-
-MATRIX = 1024  # of the product that is timed on a CPU
-STREAM_BYTES = 128 << 20  # read in one go; well beyond the caches
-REPEATS = 3
-
-
-@dataclass(frozen=True, slots=True)
-class DevicePeak:
-    flops: float  # FLOP/s
-    bandwidth: float  # bytes/s, of reading
-    source: str
+from olmorl.contract.peaks import DevicePeak, measured_peak, vendor_peak
 
 
 def device_peak(device: torch.device) -> DevicePeak:
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        for known, (flops, bandwidth) in VENDOR_PEAKS.items():
-            if known in name:
-                return DevicePeak(flops, bandwidth, f"vendor figure for {known}")
-    matrix = torch.ones(MATRIX, MATRIX, device=device)
-    stream = torch.ones(STREAM_BYTES // 4, device=device)
-    return DevicePeak(
-        2 * MATRIX**3 / _seconds(lambda: matrix @ matrix, device),
-        STREAM_BYTES / _seconds(stream.sum, device),
-        f"measured float32 product and read, {torch.get_num_threads()} threads",
+    if device.type == "cpu":
+        return measured_peak(torch.ones, threads=torch.get_num_threads())
+    return vendor_peak(torch.cuda.get_device_name(device)) or measured_peak(
+        partial(torch.ones, device=device), synchronize=partial(torch.cuda.synchronize, device)
     )
-
-
-def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """The fastest of a few runs: others share the machine, and they only ever slow us."""
-    work()
-    seconds = []
-    for _ in range(REPEATS):
-        began = time.perf_counter()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - began)
-    return min(seconds)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -60,6 +61,8 @@ class _Sums:
     norms: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     stepped: int = 0
+    old_logprobs: list[Tensor] = field(default_factory=list)
+    """of each micro-batch"""
 
 
 def train_step(state: TrainState, batch: RankBatch, *, config: LearnerConfig, device: torch.device) -> StepReport:
@@ -87,6 +90,7 @@ def train_step(state: TrainState, batch: RankBatch, *, config: LearnerConfig, de
         num_tokens=sum(len(micro.token_ids) for micro in batch.micro_batches),
         flops=sums.flops,
         peak_bytes=peak_bytes(device),
+        old_logprobs=_on_host(sums.old_logprobs, batch),
     )
 
 
@@ -158,6 +162,7 @@ def _accumulate(
         sample_R=x.sample_R,
         reference_logprobs_R=known.reference_R,
     )
+    sums.old_logprobs.append(tokens.old_logprobs_R)
     loss = policy_loss(logprobs_R, tokens, config=config)
     total = loss.loss_R.sum()
     (total / denominator).backward()
@@ -165,6 +170,12 @@ def _accumulate(
     sums.totals.add(loss, tokens, entropy_R=entropy_R, lag_R=lag_R, importance_cap=config.importance_cap)
     sums.flops += 3 * forward_flops(state.policy, x.spans, num_scored=len(x.scored_R))
     return total.detach()
+
+
+def _on_host(old_logprobs: list[Tensor], batch: RankBatch) -> np.ndarray:
+    """[R] float32; of the first epoch, for the later ones have the same."""
+    first = old_logprobs[: len(batch.micro_batches)]
+    return torch.cat(first).float().cpu().numpy() if first else np.zeros(0, np.float32)
 
 
 def _metrics(sums: _Sums) -> dict[str, float]:

@@ -13,13 +13,15 @@ Where engines map the buckets (`ipc`) they read them until they have committed: 
 
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from learner.kept_weights import write_weights
 from learner.model import DTYPES, PolicyModel, full_tensor
 from learner.sender_link import GroupLink, SenderLink, SharedLink
 from learner.shared_bucket import SharedBucket
@@ -82,6 +84,19 @@ class WeightSender:
                         place = self._buckets[bucket.index][offset : offset + spec.num_bytes]
                         place.view(whole.dtype).copy_(whole.flatten())
             self._version = version
+
+    def keep(self, version: int, path: Path) -> None:
+        """Write the buckets, which must hold `version`, to a safetensors file. On rank 0 alone."""
+        with self._buckets_lock:
+            if self._manifest is None or version != self._version:
+                raise SyncError(f"cannot keep version {version}: version {self._version} was gathered last")
+            write_weights(path, self._gathered(self._manifest))
+
+    def _gathered(self, manifest: Manifest) -> Iterator[tuple[str, Tensor]]:
+        for bucket in manifest.buckets:
+            for spec, offset in zip(bucket.tensors, bucket.offsets, strict=True):
+                data = self._buckets[bucket.index][offset : offset + spec.num_bytes]
+                yield spec.name, data.view(DTYPES[spec.dtype]).view(spec.shape)
 
     def host_store(self, host: str) -> int:
         """Open the store that the members of every epoch meet in; returns its port."""

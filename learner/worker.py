@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import ray
@@ -99,6 +100,10 @@ class LearnerWorker:
     def broadcast(self, version: int) -> SendReport:
         """On rank 0; does not wait for a collective call, nor make one wait."""
         return self._started()[1].broadcast(version)
+
+    def keep_weights(self, version: int, path: str) -> None:
+        """On rank 0: write what was gathered last to a file. Makes no collective call wait."""
+        self._started()[1].keep(version, Path(path))
 
     def reset_sync(self, epoch: int) -> None:
         """On rank 0: leave the group of `epoch`, interrupting a broadcast."""

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -18,7 +19,9 @@ import pytest
 import torch
 from hypothesis import settings
 
+from olmorl.contract.generation import OBSERVED
 from olmorl.metrics.jsonl_sink import read_metrics
+from olmorl.metrics.ledger import BINS
 from olmorl.metrics.rollout_log import RolloutRow, read_rollouts
 
 if not torch.cuda.is_available():  # before anything imports Triton: its kernels then run in the interpreter
@@ -94,6 +97,7 @@ class Command:
         except subprocess.TimeoutExpired:
             raise AssertionError(f"it does not end\n{self.err}\n{self.logs()}") from None
         assert process.returncode == code, f"exit code {process.returncode}\n{self.out}\n{self.err}\n{self.logs()}"
+        assert_ledgers_close(self)
         return self.out, self.err
 
     def interrupt(self, process: subprocess.Popen[bytes]) -> None:
@@ -197,14 +201,62 @@ def assert_nothing_skipped(command: Command) -> None:
     assert sorted(settled + waiting) == list(range(state["stream"]["position"]))
 
 
+def assert_ledgers_close(command: Command) -> None:
+    """After every run that a test starts, whatever became of it. Every token and every second has one name."""
+    if not (command.directory / "metrics.jsonl").exists():
+        return  # it ended before it began
+    assert_seconds_add_up(command)
+    assert_steps_balance(command)
+    summary = command.directory / "summary.json"
+    if summary.exists() and command.summary()["exit_reason"] == "finished":
+        assert_books_close(command)
+
+
+def assert_steps_balance(command: Command) -> None:
+    """At every row: what met its fate so far is what the bins of the rows so far hold."""
+    settled = 0.0
+    for row in command.metrics():
+        settled += sum(row[f"waste/{bin}"] for bin in BINS if bin not in ("eval", "rolled_back", "lost"))
+        assert settled == row["progress/tokens_total"], row["progress/step"]
+
+
+def assert_seconds_add_up(command: Command) -> None:
+    """What each worker spent is its span, without a gap from row to row; and in the rows of steps, with one learner and
+    engines that nothing befell, the engines' time is the learner's for each of them, but for a last snapshot that is
+    not there yet."""
+    ends: dict[str, float] = {}
+    timeline = command.directory / "timeline.jsonl"
+    for line in timeline.read_text().splitlines() if timeline.exists() else []:
+        row = json.loads(line)
+        assert min(row["spent"].values()) >= 0, row
+        assert abs(sum(row["spent"].values()) - row["span"]) < 5e-3, row
+        start = row["t"] - row["span"]
+        if row["spent"]["starting"] == 0:  # else it is the first of an attempt
+            assert abs(start - ends.get(row["worker"], start)) < 5e-3, f"seconds before this row are missing: {row}"
+        ends[row["worker"]] = row["t"]
+    rows = command.metrics()
+    if not rows:
+        return
+    assert all(seconds >= 0 for row in rows for name, seconds in row.items() if "_time/" in name)
+    config = tomllib.loads((command.directory / "config.toml").read_text())
+    attempts = len(list(command.directory.glob("logs/attempt_*")))
+    if attempts == 1 and not rows[-1]["faults/worker_restarts"] and "max_workers" not in config["inference"]:
+        learner, engines = (
+            sum(seconds for row in rows for name, seconds in row.items() if name.startswith(kind))
+            for kind in ("learner_time/", "engine_time/")
+        )
+        missing = learner - engines / config["inference"].get("workers", 1)
+        assert -0.5 < missing < 2.5, f"{missing} s of each engine are missing"
+
+
 def assert_books_close(command: Command) -> None:
     """Every token that any attempt received is in one bin; rows of the lineage and summary tell of the same."""
-    waste, rows, metrics = command.summary()["waste"], command.rollouts(), command.metrics()
+    waste, metrics = command.summary()["waste"], command.metrics()
     received = int((command.directory / "logs" / "received_tokens").read_text())
     assert received == sum(tokens for name, tokens in waste.items() if name != "lost")
     by_fate: Counter[str] = Counter()
-    for row in rows:
-        by_fate[row.fate] += len(row.token_ids)
+    for row in command.rollouts():
+        by_fate[row.fate] += sum(end - start for version, start, end in row.version_spans if version != OBSERVED)
     for name in ("trained", "zero_variance", "truncated", "aborted", "error"):
         assert waste[name] == by_fate[name] == sum(row[f"waste/{name}"] for row in metrics), name
     assert waste["eval"] == sum(row["waste/eval"] for row in metrics)
@@ -231,7 +283,6 @@ def assert_invariants(
     assert_one_row_a_step(command, steps)
     assert_one_fate_each(command, samples_per_prompt=samples_per_prompt)
     assert_nothing_skipped(command)
-    assert_books_close(command)
     assert_staleness(command)
     assert_canary(command)
 
@@ -248,6 +299,36 @@ class Checks:
     one_fate_each: Callable[..., None] = assert_one_fate_each
     canary: Callable[[Command], None] = assert_canary
     invariants: Callable[..., None] = assert_invariants
+
+
+@pytest.fixture(scope="session")
+def wandb_history() -> Callable[[Path], list[dict[str, object]]]:
+    """What was logged of a run directory, row by row in the order of its attempts."""
+
+    def read(directory: Path) -> list[dict[str, object]]:
+        files = sorted((directory / "wandb").glob("offline-run-*/*.wandb"), key=lambda file: file.stat().st_mtime_ns)
+        return [row for file in files for row in read_history(file)]
+
+    return read
+
+
+def read_history(path: Path) -> Iterator[dict[str, object]]:
+    """From wandb's own file: a header of 7 bytes, then records in blocks of 32 KiB (LevelDB's log)."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    content, at, record = path.read_bytes(), 7, b""
+    while at + 7 <= len(content):
+        if 32768 - at % 32768 < 7:  # the end of a block is padding
+            at += 32768 - at % 32768
+            continue
+        length, kind = struct.unpack_from("<HB", content, at + 4)
+        record += content[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or its last part
+            items = Record.FromString(record).history.item
+            record = b""
+            if items:
+                yield {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
 
 
 @pytest.fixture(scope="session")

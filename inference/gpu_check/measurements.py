@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from inference.device_copy import to_device
-from inference.device_peaks import device_peaks
+from inference.device_peak import device_peak
 from inference.gpu_check.clock import Work, captured, seconds_of
 from inference.gpu_check.random_model import ModelShape, random_decoder, random_step
 from inference.kernels.gpu_attention import AttentionStep, Tiles, attend, attention_shape, num_splits
@@ -128,10 +128,11 @@ def decode(bench: Bench, shape: ModelShape, *, batches: list[int], context: int,
             continue
         step, pools = random_step(decoder, [(context, 1)] * batch)
         seconds = bench.seconds(captured(_decode_work(decoder, step, pools), bench.device))
-        _, peak, source = device_peaks(bench.device)
+        peak = device_peak(bench.device)
         moved = _costs(decoder).step(step)[1]
         goal = 70.0 if batch == goal_at else None
-        yield Row(what, 100 * moved / seconds / peak, "% MBU", goal, f"{seconds * 1e3:.2f} ms, of {source}")
+        note = f"{seconds * 1e3:.2f} ms, of {peak.source}"
+        yield Row(what, 100 * moved / seconds / peak.bandwidth, "% MBU", goal, note)
         yield Row(what, batch / seconds, "tokens/s")
         del step, pools
 
@@ -151,11 +152,11 @@ def prefill(bench: Bench, shape: ModelShape, *, tokens: int) -> Iterator[Row]:
     decoder = random_decoder(shape, length=tokens, dtype=bench.dtype, device=bench.device)
     step, pools = random_step(decoder, [(0, tokens)])
     seconds = bench.seconds(lambda: decoder.forward(step, pools))
-    peak, _, source = device_peaks(bench.device)
+    peak = device_peak(bench.device)
     # The head computes one row of a prompt only; the cost model counts it for every token.
     flops = _costs(decoder).step(step)[0] - 2.0 * decoder.head.numel() * tokens
-    note = f"{tokens / seconds:,.0f} tokens/s, of {source}"
-    yield Row(f"prefill {shape.name}, {tokens} tokens", 100 * flops / seconds / peak, "% MFU", note=note)
+    note = f"{tokens / seconds:,.0f} tokens/s, of {peak.source}"
+    yield Row(f"prefill {shape.name}, {tokens} tokens", 100 * flops / seconds / peak.flops, "% MFU", note=note)
 
 
 def _costs(decoder: Decoder) -> CostModel:

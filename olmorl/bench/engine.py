@@ -62,7 +62,7 @@ def bench_engine(model: str, workload: Path, options: Mapping[str, Any]) -> dict
 
     llm = LLM(model, **options)
     _warm_up(llm, groups[0])
-    flops, bandwidth, source = llm.device_peaks()
+    peak = llm.device_peak()
     before = llm.stats()
     started = time.perf_counter()
     for seed, group in enumerate(groups):
@@ -81,19 +81,19 @@ def bench_engine(model: str, workload: Path, options: Mapping[str, Any]) -> dict
         "mean_live_batch": total["live_batch_sum"] / total["steps"],
         "slot_waste": 1 - total["slot_steps_used"] / total["slot_steps"],
         "steps": int(total["steps"]),
-        "mfu": total["flops"] / seconds / flops,
-        "mbu": total["bytes"] / seconds / bandwidth,
-        "peak_gbs": bandwidth / 1e9,
-        "peak_tflops": flops / 1e12,
-        "peak_source": source,
+        "mfu": total["flops"] / seconds / peak.flops,
+        "mbu": total["bytes"] / seconds / peak.bandwidth,
+        "peak_gbs": peak.bandwidth / 1e9,
+        "peak_tflops": peak.flops / 1e12,
+        "peak_source": peak.source,
         "preemptions": int(total["preemptions"]),
     }
     for name, spent in (("decode", decode), ("prefill", prefill)):
         busy = spent.seconds or float("inf")
         result[f"{name}_steps"] = spent.steps
         result[f"{name}_seconds"] = spent.seconds
-        result[f"{name}_mfu"] = spent.flops / busy / flops
-        result[f"{name}_mbu"] = spent.bytes / busy / bandwidth
+        result[f"{name}_mfu"] = spent.flops / busy / peak.flops
+        result[f"{name}_mbu"] = spent.bytes / busy / peak.bandwidth
     return result
 
 

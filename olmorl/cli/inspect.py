@@ -14,6 +14,7 @@ from olmorl.dashboard.run_data import RunData
 from olmorl.dashboard.samples import step_groups
 
 _LIKELY = ((-0.1, ""), (-0.7, "yellow"), (-2.0, "dark_orange"), (float("-inf"), "bold red"))
+_RATIO = ((2.0, "bold red"), (1.25, "dark_orange"), (1.05, "yellow"), (1 / 1.05, ""), (0.8, "cyan"), (0.5, "blue"))
 _VERSIONS = ("", "cyan", "magenta", "green", "yellow", "blue")
 
 
@@ -35,7 +36,7 @@ def inspect(directory: Path, *, step: int | None, prompt: str | None, colour: st
             if shown == limit:
                 console.print(f"… more; --limit {2 * limit} shows them")
                 return
-            _show(console, group, step=number, colour=_colours(colour))
+            _show(console, group, step=number, colour=colours(colour))
             shown += 1
     if not shown:
         raise ConfigError(
@@ -48,6 +49,8 @@ def _show(console: Console, group: dict[str, Any], *, step: int, colour: Callabl
     source = f" · {group['source']}" if group["source"] else ""
     console.rule(f"step {step} · {group['prompt_id']}{source} · {mean}")
     console.print(group["prompt"], markup=False, style="dim")
+    if group["ground_truth"]:
+        console.print(f"ground truth: {group['ground_truth']}", markup=False, style="dim")
     console.print(Columns([_panel(sample, colour) for sample in group["samples"]], equal=True, expand=True))
 
 
@@ -59,16 +62,24 @@ def _panel(sample: dict[str, Any], colour: Callable[[dict[str, Any], int], str])
     facts = [reward, sample["fate"], sample["finish_reason"], f"{len(sample['tokens'])} tokens"]
     if sample["advantage"] is not None:
         facts.insert(1, f"advantage {sample['advantage']:+.2f}")
-    return Panel(
-        text, title=f"#{sample['sample']}", subtitle=" · ".join(str(f) for f in facts if f), title_align="left"
-    )
+    if sample["detail"]:
+        text.append(f"\n{sample['detail']}", style="dim italic")
+    title = f"#{sample['sample']} · {sample['rollout_id']}"
+    return Panel(text, title=title, subtitle=" · ".join(str(f) for f in facts if f), title_align="left")
 
 
-def _colours(colour: str) -> Callable[[dict[str, Any], int], str]:
+def colours(colour: str) -> Callable[[dict[str, Any], int], str]:
     def by_logprob(sample: dict[str, Any], at: int) -> str:
         return next(style for least, style in _LIKELY if sample["logprobs"][at] >= least)
 
     def by_version(sample: dict[str, Any], at: int) -> str:
         return _VERSIONS[(sample["versions"][at] - sample["versions"][0]) % len(_VERSIONS)]
 
-    return {"logprob": by_logprob, "version": by_version, "none": lambda _sample, _at: ""}[colour]
+    def by_ratio(sample: dict[str, Any], at: int) -> str:
+        ratio = sample["ratios"][at]
+        if ratio is None:
+            return "dim"
+        return next((style for least, style in _RATIO if ratio >= least), "bold blue")
+
+    styles = {"logprob": by_logprob, "version": by_version, "ratio": by_ratio, "none": lambda _sample, _at: ""}
+    return styles[colour]

@@ -39,6 +39,7 @@ app.command()(serve.serve)
 class Colour(StrEnum):
     logprob = "logprob"
     version = "version"
+    ratio = "ratio"
     none = "none"
 
 
@@ -214,13 +215,32 @@ def inspect(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Run directory.")],
     step: Annotated[int | None, typer.Option(help="Groups of this step; the newest if not given.")] = None,
     prompt: Annotated[str | None, typer.Option(help="Groups of this prompt_id, over all steps.")] = None,
-    colour: Annotated[Colour, typer.Option(help="What colours a token.")] = Colour.logprob,
+    colour: Annotated[
+        Colour, typer.Option(help="What colours a token; ratio: the learner's probability over the engine's.")
+    ] = Colour.logprob,
     limit: Annotated[int, typer.Option(help="Groups shown at most.", min=1)] = 8,
 ) -> None:
     """Read rollouts, a group side by side."""
     from olmorl.cli.inspect import inspect as show
 
     show(run_dir, step=step, prompt=prompt, colour=colour.value, limit=limit)
+
+
+@app.command()
+def replay(
+    run_directory: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Run directory.")],
+    rollout_id: Annotated[
+        str, typer.Argument(metavar="ROLLOUT_ID", help="Of its rollouts; `olmorl inspect` shows them.")
+    ],
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; that of the run if not given.")] = None,
+) -> None:
+    """Draw a rollout of a run again.
+
+    From its record and the weights of its versions; exit code 1 where a token comes out another.
+    """
+    from olmorl.cli.replay import replay
+
+    raise typer.Exit(replay(run_directory, rollout_id, device=device))
 
 
 @app.command()

@@ -218,6 +218,9 @@ class CheckpointSection(Section):
     every: int = Field(100, ge=1)
     """steps"""
     keep: int = Field(2, ge=1)
+    keep_versions: int = Field(0, ge=0)
+    """weights of so many newest versions that stay, a copy of the model each, so that `olmorl replay` can draw their
+    rollouts again; 0: those of checkpoints alone"""
     export: bool = True
     """write a Hugging Face folder at the end"""
 

@@ -31,6 +31,7 @@ class MicroBatch:
     position_ids: np.ndarray  # [N] int32, of a document from 0, of a child from the end of its parent
     document_starts: np.ndarray  # [D + 1] int32, cumulative lengths
     parents: np.ndarray  # [D] int32, the document that is read before this one, -1 for none
+    samples: np.ndarray  # [D] int32, place of its sample among those that were packed, -1 for a prompt that some share
     loss_mask: np.ndarray  # [N] bool, True on response tokens that are trained
     advantages: np.ndarray  # [N] float32
     behaviour_logprobs: np.ndarray  # [N] float32
@@ -78,6 +79,8 @@ class StepReport:
     flops: float
     peak_bytes: int
     """most memory held during the step: of the device, on CPU of the process"""
+    old_logprobs: np.ndarray  # [R] float32
+    """of the trained tokens of this rank's share, in order, under the policy before the step"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,6 +42,9 @@ class ScoredSample:
     fate: Fate | None = None
     drawn: np.ndarray | None = None
     """[T] bool, False on tokens that an environment wrote; None: the policy drew all"""
+    learner_logprobs: np.ndarray | None = None
+    """[T] float32, under the policy before the step that trained it, NaN where a token is not trained; None: no step
+    has"""
 
     @property
     def num_drawn(self) -> int:

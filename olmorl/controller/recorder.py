@@ -140,6 +140,16 @@ class Recorder:
         """The parity gate had so many tokens generated; they are in the bin of evaluations."""
         self._ledger.add("eval", num_tokens)
 
+    def balance(self) -> dict[str, float]:
+        """What was settled by now, and of each bin what came since the last balance: of one instant, so that the sum of
+        the bins over all rows is the total."""
+        totals = self.totals
+        return {
+            "progress/episodes": float(totals.episodes),
+            "progress/tokens_total": float(totals.tokens),
+            **self._ledger.drain(),
+        }
+
     def updated(self, update: UpdateReport) -> None:
         """An update is live; the next row tells of it."""
         self._updates.append(update)
@@ -150,9 +160,11 @@ class Recorder:
         evaluations: Sequence[Evaluation],
         stats: Stats,
         learner_time: dict[str, float],
-        faults: dict[str, float],
+        also: dict[str, float],
     ) -> None:
-        """Everything known of the step, to the files of samples and to every sink. `learner_time`: seconds so far."""
+        """Everything known of the step, to the files of samples and to every sink. `learner_time`: seconds so far;
+        `also`: metrics as they stand in the row. On a thread of its own: what the event loop changes comes as an
+        argument."""
         now = time.perf_counter()
         seconds, self._t_row = now - self._t_row, now
         bag = MetricBag()
@@ -160,7 +172,10 @@ class Recorder:
         for update in updates:
             step_metrics.add_update(bag, update)
         step_metrics.add_times(bag, step.times)
-        step_metrics.add_engines(bag, self._stats_before, stats, peak=self._fleet.engine_peak, seconds=seconds)
+        since_last = sum(learner_time.values()) - sum(self._learner_time_before.values())
+        step_metrics.add_engines(
+            bag, self._stats_before, stats, peak=self._fleet.engine_peak, seconds=seconds, since_last=since_last
+        )
         step_metrics.add_learner_time(bag, self._learner_time_before, learner_time)
         if step.groups:
             step_metrics.add_rollouts(bag, step.groups, version=step.number - 1)
@@ -171,10 +186,7 @@ class Recorder:
             step_metrics.add_progress(bag, step.groups, seconds=step.times.step)
         for evaluation in evaluations:
             step_metrics.add_evaluation(bag, evaluation)
-        totals = self.totals
-        bag.update({"progress/episodes": totals.episodes, "progress/tokens_total": totals.tokens})
-        bag.update(self._ledger.drain())
-        bag.update(faults)
+        bag.update(also)
         self._stats_before, self._learner_time_before = stats, learner_time
         if self._config.logging.rollouts and step.groups:
             rows = step_metrics.rollout_rows(

@@ -52,6 +52,20 @@ class RunDirectory:
     def export(self, step: int) -> Path:
         return self.path / "export" / f"step_{step:06d}"
 
+    def weights(self, version: int) -> Path:
+        """Of a version that `checkpoint.keep_versions` keeps."""
+        return self.path / "weights" / f"step_{version:06d}.safetensors"
+
+    def find_weights(self, version: int) -> Path | None:
+        """A file or folder that holds the weights of `version`; None if none is left."""
+        places = (self.weights(version), self.export(version), self.checkpoint(version) / "learner")
+        whole = (places[0].is_file(), places[1].is_dir(), (self.checkpoint(version) / MARKER).exists())
+        return next((place for place, there in zip(places, whole, strict=True) if there), None)
+
+    def keep_newest_weights(self, count: int) -> None:
+        for old in sorted((self.path / "weights").glob("step_*.safetensors"), key=_step_of)[:-count]:
+            old.unlink()
+
     def logs(self, attempt: int) -> Path:
         return self.path / "logs" / f"attempt_{attempt}"
 
@@ -112,7 +126,7 @@ class RunDirectory:
     def _set_aside(self, attempt: int, *, beyond: int) -> None:
         """Move rows of steps > `beyond`, and half-written checkpoints, to attempt_<attempt>/."""
         aside = self.path / f"attempt_{attempt}"
-        for folder in ("rollouts", "evals", "checkpoints", "export"):
+        for folder in ("rollouts", "evals", "checkpoints", "weights", "export"):
             for entry in sorted((self.path / folder).glob("step_*")):
                 if _step_of(entry) > beyond or (folder == "checkpoints" and not (entry / MARKER).exists()):
                     (aside / folder).mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,7 @@ from collections.abc import Coroutine
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from learner.pack import pack
+from learner.pack import pack, unpack
 from olmorl.config.schema import Config
 from olmorl.contract.errors import StarvationError
 from olmorl.controller.admission import train_samples
@@ -18,7 +18,7 @@ from olmorl.controller.background import Background
 from olmorl.controller.buffer import RolloutBuffer
 from olmorl.controller.evaluate import EvalSet, Evaluation, evaluate
 from olmorl.controller.fleet import Fleet
-from olmorl.controller.group import Group
+from olmorl.controller.group import Fate, Group
 from olmorl.controller.loop import Batch, RolloutLoops
 from olmorl.controller.parity import ParityGate
 from olmorl.controller.recorder import Recorder, Step, snapshot_stats
@@ -110,9 +110,8 @@ class Session:
         self._background.start_loop(LEARNERS, watch_learners(self._fleet.learners, heartbeat_seconds=heartbeat))
         if self._timeline is not None:
             self._background.start_loop("timeline", self._write_timeline(self._timeline))
-        self._learner_time.enter("sending")
-        await self._background.unless_failed(self._sync.snapshot(self.version))
         self._learner_time.enter("waiting")
+        await self._snapshot()
         await self._background.unless_failed(self._go_live(self._step, first=True))
         self._background.start_loop("rollouts", self._loops.run())
 
@@ -143,16 +142,19 @@ class Session:
             attention_tokens=self._fleet.attention_tokens,
         )
         deadline = self._config.learner.step_timeout_seconds
-        self._learner_time.enter("training")
-        calls = [
-            learner.call("train_step", rank_batch, timeout=deadline)
-            for learner, rank_batch in zip(self._fleet.learners, rank_batches, strict=True)
-        ]
-        reports = await self._background.unless_failed(gather(calls))
+        with self._learner_time.during("training"):
+            calls = [
+                learner.call("train_step", rank_batch, timeout=deadline)
+                for learner, rank_batch in zip(self._fleet.learners, rank_batches, strict=True)
+            ]
+            reports = await self._background.unless_failed(gather(calls))
         # From here on nothing awaits: the step's groups and the captured state speak of one instant.
-        self._learner_time.enter("waiting")
         self._times.train = time.perf_counter() - started
         self._times.reward = self._scorer.drain_seconds()
+        logprobs = unpack(rank_batches, [r.old_logprobs for r in reports], [len(s.token_ids) for s in samples])
+        trained = [s for group in batch.groups for s in group.samples if s.fate is Fate.TRAINED]
+        for scored, of_learner in zip(trained, logprobs, strict=True):
+            scored.learner_logprobs = of_learner
         self._loops.trained(batch)
         self.version = batch.version + 1
         self._step = self._recorder.trained(self.version, batch.groups, reports, self._times)
@@ -167,10 +169,12 @@ class Session:
         self._times.wait_for_policy = time.perf_counter() - started
         if self.version == self._config.run.steps:
             await self._stop_rollouts()
-        self._learner_time.enter("sending")
-        await self._background.unless_failed(self._sync.snapshot(self.version))
-        self._learner_time.enter("waiting")
+        await self._snapshot()
         self._background.start_job(self._go_live(self._step))
+
+    async def _snapshot(self) -> None:
+        with self._learner_time.during("sending"):
+            await self._background.unless_failed(self._sync.snapshot(self.version))
 
     async def settle(self) -> None:
         """Wait until the update under way is live and its row is written."""
@@ -195,9 +199,8 @@ class Session:
         self._recorder.check_books(received_tokens=self._service.tokens_received, pending_tokens=self._pending_tokens)
         folder = self._directory.checkpoint(self.version)
         folder.mkdir(parents=True)
-        self._learner_time.enter("checkpointing")
-        await self._all_learners("save", str(folder / "learner"))
-        self._learner_time.enter("waiting")
+        with self._learner_time.during("checkpointing"):
+            await self._all_learners("save", str(folder / "learner"))
         self._background.start_job(self._complete_checkpoint(self.version, state), name=CHECKPOINT)
         self._times.checkpoint = time.perf_counter() - started
 
@@ -244,6 +247,7 @@ class Session:
         if first:
             self._recorder.compared(num_tokens=await self._gate.check())
         self._loops.published(step.number)
+        await self._keep_weights(step.number)
         if step.number > 0 and not step.groups:
             return  # a resumed run's first update belongs to a step that has its row, and its evaluation
         started = time.perf_counter()
@@ -252,8 +256,17 @@ class Session:
         self._recorder.lost(self._service.lost_tokens)
         stats = snapshot_stats(self._service.stats)
         learner_time = self._learner_time.totals()
-        await asyncio.to_thread(self._recorder.write_row, step, evaluations, stats, learner_time, self._faults())
+        also = {**self._recorder.balance(), **self._faults()}
+        await asyncio.to_thread(self._recorder.write_row, step, evaluations, stats, learner_time, also)
         await asyncio.to_thread(self._recorder.received, self._service.tokens_received)
+
+    async def _keep_weights(self, version: int) -> None:
+        """Before the next snapshot takes their place."""
+        count = self._config.checkpoint.keep_versions
+        if count:
+            path, deadline = self._directory.weights(version), self._config.learner.step_timeout_seconds
+            await self._fleet.learners[0].call("keep_weights", version, str(path), timeout=deadline)
+            self._directory.keep_newest_weights(count)
 
     async def _evaluate(self, step: Step) -> list[Evaluation]:
         """What is due at this version. A resumed run has the row of its first version, and what was due then in it."""

@@ -2,8 +2,11 @@
 
 import json
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from olmorl.contract.training import StepReport
 from olmorl.controller.admission import token_versions
@@ -35,26 +38,30 @@ class StepTimes:
 
 def add_rollouts(bag: MetricBag, groups: Sequence[Group], *, version: int) -> None:
     """Rewards, lengths and ages of every group that met its fate in this step, trained or not."""
+    samples = [s for group in groups for s in group.samples]
+    rewards: dict[str | None, list[float]] = defaultdict(list)  # by data source
     for group in groups:
-        for s in group.samples:
-            if s.reward is not None:
-                bag.add("reward/mean", s.reward)
-                bag.add("reward/std", s.reward, reduce="std")
-                bag.add("reward/solve_rate", float(s.reward >= 1))
-                if source := group.prompt.data_source:
-                    bag.add(f"reward/{source}/mean", s.reward)
-            length = s.num_drawn
-            bag.add("reward/unscored_fraction", float(s.reward is None))
-            for verdict in ("timeout", "error", "unscorable"):
-                bag.add(f"verdict/{verdict}", float(s.verdict == verdict), reduce="sum")
-            bag.add("rollout/response_length_mean", length)
-            bag.add("rollout/response_length_max", length, reduce="max")
-            bag.add("rollout/response_length_p95", length, reduce="p95")
-            bag.add("rollout/truncated_fraction", float(s.sample.finish_reason == "length"))
-            if s.fate is Fate.TRAINED:
-                bag.add("off_policy/token_age_mean", version - token_versions(s)[s.loss_mask])
-        no_signal = not any(s.fate in (Fate.TRAINED, Fate.TRUNCATED) for s in group.samples)
-        bag.add("reward/zero_variance_fraction", float(no_signal))
+        rewards[group.prompt.data_source] += [s.reward for s in group.samples if s.reward is not None]
+    scored = [reward for of_source in rewards.values() for reward in of_source]
+    bag.add("reward/mean", scored)
+    bag.add("reward/std", scored, reduce="std")
+    bag.add("reward/solve_rate", [float(reward >= 1) for reward in scored])
+    for source, of_source in rewards.items():
+        if source:
+            bag.add(f"reward/{source}/mean", of_source)
+    bag.add("reward/unscored_fraction", [float(s.reward is None) for s in samples])
+    no_signal = [not any(s.fate in (Fate.TRAINED, Fate.TRUNCATED) for s in group.samples) for group in groups]
+    bag.add("reward/zero_variance_fraction", [float(none) for none in no_signal])
+    for verdict in ("timeout", "error", "unscorable"):
+        bag.add(f"verdict/{verdict}", [float(s.verdict == verdict) for s in samples], reduce="sum")
+    lengths = [s.num_drawn for s in samples]
+    bag.add("rollout/response_length_mean", lengths)
+    bag.add("rollout/response_length_max", lengths, reduce="max")
+    bag.add("rollout/response_length_p95", lengths, reduce="p95")
+    bag.add("rollout/truncated_fraction", [float(s.sample.finish_reason == "length") for s in samples])
+    ages = [version - token_versions(s)[s.loss_mask] for s in samples if s.fate is Fate.TRAINED]
+    if ages:
+        bag.add("off_policy/token_age_mean", float(np.concatenate(ages).mean()))
 
 
 def add_selection(bag: MetricBag, groups: Sequence[Group]) -> None:
@@ -90,8 +97,9 @@ def add_progress(bag: MetricBag, groups: Sequence[Group], *, seconds: float) -> 
     bag.add("progress/epoch", max(group.prompt.epoch for group in groups), reduce="max")
 
 
-def add_engines(bag: MetricBag, before: Stats, after: Stats, *, peak: Peak, seconds: float) -> None:
-    """Throughput and engine counters between two snapshots, over `seconds` of wall time."""
+def add_engines(bag: MetricBag, before: Stats, after: Stats, *, peak: Peak, seconds: float, since_last: float) -> None:
+    """Throughput and engine counters between two snapshots, over `seconds` of wall time; `since_last` snapshot, which
+    for the first row is the start of the run."""
     total = {name: sum(since(before.get(w, {}), after[w], name) for w in after) for name in _COUNTERS}
     rate = total["output_tokens"] / seconds
     bag.add("throughput/tokens_per_second", rate, reduce="last")
@@ -101,7 +109,7 @@ def add_engines(bag: MetricBag, before: Stats, after: Stats, *, peak: Peak, seco
         bag.add("throughput/inference_mfu", used.mfu)
         bag.add("throughput/inference_mbu", used.mbu)
         bag.add("engine/kv_usage", counters.get("kv_usage", 0.0))
-        for kind, spent in engine_seconds(before.get(worker, {}), counters, span=seconds).items():
+        for kind, spent in engine_seconds(before.get(worker, {}), counters, span=since_last).items():
             bag.add(f"engine_time/{kind}", spent, reduce="sum")
     for name, value in _by_phase(before, after, peak).items():
         bag.add(f"throughput/{name}", value)
@@ -233,6 +241,7 @@ def rollout_rows(groups: Iterable[Group], *, step: int, attempt: int, t_trained:
                     prompt=group.prompt.text,
                     ground_truth=_truths(group.prompt),
                     verdict_detail=s.detail,
+                    **({} if s.learner_logprobs is None else {"learner_logprobs": s.learner_logprobs}),
                 )
             )
     return rows

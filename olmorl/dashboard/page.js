@@ -3,7 +3,13 @@
 
 const byId = id => document.getElementById(id);
 const EVERY_MS = 2000;
-let newest = null, read = "";
+let newest = null, read = "", drawing = 0;
+// Three megabytes: what is to be drawn is asked for meanwhile.
+const plotly = new Promise((done, failed) => {
+  if (window.Plotly) return done();
+  byId("plotly").addEventListener("load", done);
+  byId("plotly").addEventListener("error", () => failed(new Error("plotly.js did not load")));
+});
 
 function element(tag, { text, ...attributes } = {}, ...children) {
   const made = document.createElement(tag);
@@ -52,6 +58,22 @@ function draw({ id, figure }) {
   Plotly.react(plot, figure.data, themed(figure.layout), { displaylogo: false, modeBarButtonsToRemove: ["lasso2d", "select2d"] });
 }
 
+// What is in sight first, and never so many at once that the page does not answer.
+async function drawAll() {
+  const turn = ++drawing;
+  await plotly;
+  const inSight = ({ id }) => {
+    const { top, bottom } = byId(`card-${id}`).getBoundingClientRect();
+    return bottom > 0 && top < innerHeight;
+  };
+  const [seen, others] = [newest.charts.filter(inSight), newest.charts.filter(chart => !inSight(chart))];
+  for (const chart of [...seen, ...others]) {
+    if (turn !== drawing) return;  // there is something newer to draw
+    draw(chart);
+    await new Promise(done => setTimeout(done));
+  }
+}
+
 async function refresh() {
   try {
     const response = await fetch("/charts");
@@ -78,7 +100,7 @@ function show() {
   byId("tiles").replaceChildren(...newest.tiles.map(tile =>
     element("div", { class: "tile" }, element("span", { text: tile.name }), element("b", { text: tile.value }))));
   newest.charts.filter(chart => !byId(`card-${chart.id}`)).forEach(card);
-  newest.charts.forEach(draw);
+  drawAll().catch(error => { byId("trouble").textContent = error.message; });
   const which = byId("which"), chosen = which.value;
   if (which.options.length !== newest.steps.length) {
     which.replaceChildren(...[...newest.steps].reverse().map(step => element("option", { value: step, text: step })));
@@ -106,6 +128,7 @@ function groupCard(group) {
   card.addEventListener("toggle", () => {
     if (card.open && card.children.length === 1) {
       card.append(element("div", { class: "tokens", text: group.prompt }),
+        element("div", { class: "says", text: group.ground_truth ? `ground truth: ${group.ground_truth}` : "" }),
         element("div", { class: "samples" }, ...group.samples.map(sampleCard)));
     }
   });
@@ -118,20 +141,33 @@ function sampleCard(sample) {
   const tokens = element("div", { class: "tokens", tabindex: "0" });
   const by = byId("colour").value;
   sample.tokens.forEach((text, at) => {
-    const told = `${JSON.stringify(text)} · logprob ${sample.logprobs[at]} · version ${sample.versions[at]}`;
+    const ratio = sample.ratios[at] === null ? "not trained" : `importance ratio ${sample.ratios[at]}`;
+    const told = `${JSON.stringify(text)} · logprob ${sample.logprobs[at]} · version ${sample.versions[at]} · ${ratio}`;
     tokens.append(element("span", { text, title: told, style: `background:${shade(by, sample, at)}` }));
   });
-  return element("div", { class: "sample" }, element("div", { class: "says", text: facts.filter(Boolean).join(" · ") }), tokens);
+  return element("div", { class: "sample" }, element("div", { class: "says", text: facts.filter(Boolean).join(" · ") }), tokens,
+    element("div", { class: "says", text: sample.detail || "" }));
 }
 
 function shade(by, sample, at) {
   if (by === "logprobs") return `rgba(213,94,0,${Math.min(0.75, -sample.logprobs[at] / 6).toFixed(3)})`;
+  if (by === "ratios") {
+    const ratio = sample.ratios[at];
+    if (ratio === null) return "transparent";
+    return `rgba(${ratio > 1 ? "213,94,0" : "0,114,178"},${Math.min(0.75, Math.abs(Math.log2(ratio))).toFixed(3)})`;
+  }
   const hues = [205, 35, 160, 320, 55];
   return `hsla(${hues[((sample.versions[at] % 5) + 5) % 5]},80%,50%,0.28)`;
 }
 
+const LEGENDS = {
+  logprobs: "darker: less likely",
+  versions: "a new colour: new weights",
+  ratios: "orange: the learner finds it likelier than it was when drawn; blue: less likely; none: not trained",
+};
+
 function legend() {
-  byId("legend").textContent = byId("colour").value === "logprobs" ? "darker: less likely" : "a new colour: new weights";
+  byId("legend").textContent = LEGENDS[byId("colour").value];
 }
 
 // The frame around it

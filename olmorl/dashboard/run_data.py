@@ -91,7 +91,17 @@ class RunData:
         """finished, another exit reason, live, or silent."""
         if reason := self.summary.get("exit_reason"):
             return str(reason)
-        return "live" if time.time() - self.last_sign < LIVE_SECONDS else "silent"
+        return "live" if self._is_fresh else "silent"
+
+    @property
+    def _is_fresh(self) -> bool:
+        return time.time() - self.last_sign < LIVE_SECONDS
+
+    @property
+    def state(self) -> tuple[object, ...]:
+        """Equal as long as there is nothing new to show. Reads no file."""
+        files = [self.directory / name for name in ("metrics.jsonl", "timeline.jsonl", "summary.json", "rollouts")]
+        return (self._is_fresh, *(f.stat().st_mtime_ns if f.exists() else 0 for f in files))
 
     @property
     def last_sign(self) -> float:

@@ -45,7 +45,8 @@ def token_texts(directory: Path) -> TokenTexts:
 
 
 def step_groups(run: RunData, step: int) -> list[dict[str, Any]]:
-    """The groups of a step: the prompt, and each sample with its tokens, logprobs and policy versions."""
+    """The groups of a step: the prompt and its ground truth, and each sample with its tokens, and of each token the
+    logprob, policy version and importance ratio."""
     texts = token_texts(run.directory)
     groups: dict[str, dict[str, Any]] = {}
     for row in read_rollouts(run.rollouts_file(step)):
@@ -55,6 +56,7 @@ def step_groups(run: RunData, step: int) -> list[dict[str, Any]]:
                 "prompt_id": row.prompt_id,
                 "source": row.data_source,
                 "prompt": texts.text(row.prompt_token_ids),
+                "ground_truth": row.ground_truth,
                 "samples": [],
             },
         )
@@ -75,12 +77,21 @@ def versions_of(row: RolloutRow) -> list[int]:
     return [version for version, start, end in row.version_spans for _ in range(start, end)]
 
 
+def ratios_of(row: RolloutRow) -> list[float | None]:
+    """Of each token the learner's probability over the one it was drawn with; None where no step trained it."""
+    if len(row.learner_logprobs) == 0:
+        return [None] * len(row.token_ids)
+    ratios = np.exp(np.clip(row.learner_logprobs - row.logprobs, -20.0, 20.0))
+    return [round(float(ratio), 4) if np.isfinite(ratio) else None for ratio in ratios]
+
+
 def _sample(row: RolloutRow, texts: TokenTexts) -> dict[str, Any]:
     return {
         "rollout_id": row.rollout_id,
         "sample": row.sample,
         "reward": row.reward,
         "verdict": row.verdict,
+        "detail": row.verdict_detail,
         "advantage": row.advantage,
         "fate": row.fate,
         "finish_reason": row.finish_reason,
@@ -88,4 +99,5 @@ def _sample(row: RolloutRow, texts: TokenTexts) -> dict[str, Any]:
         "tokens": texts.pieces(row.token_ids),
         "logprobs": [round(float(x), 4) for x in row.logprobs],
         "versions": versions_of(row),
+        "ratios": ratios_of(row),
     }

@@ -40,10 +40,15 @@ def dashboard_app(directories: list[Path]) -> Starlette:
     """
     runs = [RunData(path) for path in directories]
     lock = asyncio.Lock()  # one request reads the files at a time
+    drawn: tuple[object, str] = (None, "")
 
     async def charts(request: Request) -> Response:
+        nonlocal drawn
         async with lock:
-            return Response(await asyncio.to_thread(_charts, runs), media_type="application/json")
+            state = [run.state for run in runs]
+            if state != drawn[0]:
+                drawn = state, await asyncio.to_thread(_charts, runs)
+            return Response(drawn[1], media_type="application/json")
 
     async def rollouts(request: Request) -> Response:
         try:

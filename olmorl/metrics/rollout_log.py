@@ -6,7 +6,7 @@ are built from numpy in bulk: building them row by row costs ten times as much a
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -51,6 +51,7 @@ ROLLOUT_SCHEMA = pa.schema(
         ("prompt", pa.string()),
         ("ground_truth", pa.string()),
         ("verdict_detail", pa.string()),
+        ("learner_logprobs", pa.list_(pa.float32())),
     ]
 )
 
@@ -94,6 +95,8 @@ class RolloutRow:
     ground_truth: str | None = None
     """JSON"""
     verdict_detail: str | None = None
+    learner_logprobs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
+    """[T], of the learner before the step that trained it, NaN where a token is not trained; empty if none is"""
 
 
 assert [f.name for f in fields(RolloutRow)] == ROLLOUT_SCHEMA.names, "RolloutRow and ROLLOUT_SCHEMA differ"
@@ -111,7 +114,16 @@ def write_rollouts(path: Path, rows: Sequence[RolloutRow]) -> None:
 
 def read_rollouts(path: Path) -> list[RolloutRow]:
     """The rows of one step's file."""
-    table = pq.read_table(path, schema=ROLLOUT_SCHEMA)
+    return _rows(pq.read_table(path, schema=ROLLOUT_SCHEMA))
+
+
+def find_rollout(path: Path, rollout_id: str) -> RolloutRow | None:
+    return next(
+        iter(_rows(pq.read_table(path, schema=ROLLOUT_SCHEMA, filters=[("rollout_id", "=", rollout_id)]))), None
+    )
+
+
+def _rows(table: pa.Table) -> list[RolloutRow]:
     columns = [_values(table.column(field.name).combine_chunks()) for field in ROLLOUT_SCHEMA]
     return [RolloutRow(**dict(zip(ROLLOUT_SCHEMA.names, row, strict=True))) for row in zip(*columns, strict=True)]
 

@@ -1,7 +1,8 @@
 """timeline.jsonl: what each worker did, second by second, for the last minutes of a run.
 
 A row is {"t": end, "span": seconds, "worker": name, "spent": {name: seconds}, ...gauges}; times are seconds since the
-epoch. The file is kept short: what is older than its last few MB is dropped.
+epoch. What was spent adds up to the span, and rows of a worker follow each other without a gap. The file is kept
+short: what is older than its last few MB is dropped.
 """
 
 import json
@@ -27,18 +28,19 @@ class Timeline:
         self._file = path.open("a", encoding="utf-8")
         self._peak = peak
         self._max_bytes = max_bytes
-        self._started = started
         self._engines: dict[str, tuple[float, dict[str, float]]] = {}
-        self._learner: tuple[float, dict[str, float]] = (self._started, {})
+        self._learner: tuple[float, dict[str, float]] = (started, {})
 
     def write(self, engines: Mapping[str, Mapping[str, float]], learner: Mapping[str, float], *, now: float) -> None:
         """`engines`: the newest counters of each; `learner`: its total seconds by name."""
-        for name, counters in engines.items():
-            before_t, before = self._engines.get(name, (self._started, {}))
-            if counters and counters.get("wall_seconds") != before.get("wall_seconds"):
-                self._engines[name] = (now, dict(counters))
-                self._write_row(now, now - before_t, name, self._engine_row(before, counters, now - before_t))
         before_t, totals = self._learner
+        for name, counters in engines.items():
+            start, before = self._engines.setdefault(name, (before_t, {}))
+            if counters and counters.get("wall_seconds") != before.get("wall_seconds"):
+                row = self._engine_row(before, counters, now - start)
+                span = sum(row["spent"].values())  # by the engine's clock: this snapshot may have come late
+                self._engines[name] = (start + span, dict(counters))
+                self._write_row(start + span, span, name, row)
         self._learner = (now, dict(learner))
         spent = {kind: seconds - totals.get(kind, 0.0) for kind, seconds in learner.items()}
         self._write_row(now, now - before_t, "learner", {"spent": spent})

@@ -62,6 +62,12 @@ def test_static_wastes_the_slots_of_short_samples(model: str, tmp_path: Path) ->
     assert out["slot_waste"] == pytest.approx(1 - 16 / 36)
 
 
+def test_as_reported_is_of_one_device(model: str, tmp_path: Path) -> None:
+    out = bench(model, tmp_path, "--tensor-parallel-size", "2", "--as-reported")
+    assert out["peak_source"].startswith("2 times ") and out["output_tokens"] == 16
+    assert out["mbu_as_reported"] == pytest.approx(out["tokens_per_second"] / 2 * 3.926e9 / 3.35e12)
+
+
 def test_a_bad_load_is_a_config_error(tmp_path: Path) -> None:
     path = tmp_path / "load.json"
     bad = [None, [], {}, [{"prompt": [1], "max_tokens": 2}], [LOAD[0], LOAD[3] | {"group": 0}]]

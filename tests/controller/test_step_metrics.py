@@ -5,7 +5,7 @@ import numpy as np
 from olmorl.contract.generation import RolloutSample
 from olmorl.controller.admission import judge
 from olmorl.controller.group import Group, ScoredSample
-from olmorl.controller.step_metrics import add_selection
+from olmorl.controller.step_metrics import add_rollouts, add_selection
 from olmorl.data.prompt import Check, Prompt
 from olmorl.metrics.bag import MetricBag
 from olmorl.metrics.names import is_declared
@@ -66,3 +66,26 @@ def test_kept_against_offered() -> None:
     assert offered == [0.25] * 4 and kept == [0, 0.5, 0.5, 0]
     assert said["overtaken_fraction"] == 0.5
     assert (said["overtaken_length_mean"], said["on_time_length_mean"]) == (30, 10)
+
+
+def test_rewards_and_lengths_are_of_all_that_met_its_fate() -> None:
+    groups = [
+        group(1.0, 0.0, 0.0, 0.0, length=10),
+        group(1.0, 1.0, 1.0, 0.0, length=30),
+        group(1.0, 1.0, length=2),
+        group(0.5, 0.5, length=50),
+        group(None, None, length=7),
+    ]
+    bag = MetricBag()
+    add_rollouts(bag, groups, version=3)
+    metrics = bag.drain()
+    assert all(map(is_declared, metrics)), "a name that is not declared"
+    assert metrics["reward/mean"] == metrics["reward/s/mean"] == 7 / 12 and metrics["reward/solve_rate"] == 6 / 12
+    assert metrics["reward/std"] == np.std([1, 0, 0, 0, 1, 1, 1, 0, 1, 1, 0.5, 0.5])
+    assert metrics["reward/unscored_fraction"] == 2 / 14 and metrics["reward/zero_variance_fraction"] == 3 / 5
+    assert (metrics["verdict/timeout"], metrics["verdict/error"]) == (2, 0)
+    assert metrics["rollout/response_length_mean"] == (40 + 120 + 4 + 100 + 14) / 14
+    assert metrics["rollout/response_length_max"] == 50 and metrics["rollout/truncated_fraction"] == 0
+    assert metrics["off_policy/token_age_mean"] == 3, "trained by version 3, drawn by version 0"
+    add_rollouts(bag, [], version=3)
+    assert {name: value for name, value in bag.drain().items() if value} == {}

@@ -29,6 +29,8 @@ def a_sample(step: int, prompt: int, sample: int, rng: np.random.Generator) -> R
     newest = step - 1
     spans = ((newest - 1, 0, cut), (newest, cut, length)) if newest > 0 else ((newest, 0, length),)
     trained = sample % 4 != 3
+    logprobs = -rng.random(length).astype(np.float32)
+    learner = logprobs + rng.normal(0, 0.3, length).astype(np.float32)
     return RolloutRow(
         rollout_id=f"0-{step}-{prompt}_{sample}",
         prompt_id=f"0-{step}-{prompt}",
@@ -39,7 +41,7 @@ def a_sample(step: int, prompt: int, sample: int, rng: np.random.Generator) -> R
         prompt_token_ids=np.arange(1, 6, dtype=np.int32),
         token_ids=rng.integers(1, 9, length).astype(np.int32),
         loss_mask=np.full(length, trained),
-        logprobs=-rng.random(length).astype(np.float32),
+        logprobs=logprobs,
         raw_logprobs=-rng.random(length).astype(np.float32),
         version_spans=spans,
         kv_events=((0, spans[0][0], "prefill"),),
@@ -55,14 +57,10 @@ def a_sample(step: int, prompt: int, sample: int, rng: np.random.Generator) -> R
         t_first_token=NOW + 1,
         t_finished=NOW + 2,
         t_trained=NOW + 3 if trained else None,
-        **_whatever_else(),
+        ground_truth='"6"',
+        verdict_detail="<i>says</i> 6",
+        learner_logprobs=learner if trained else np.zeros(0, np.float32),
     )
-
-
-def _whatever_else() -> dict[str, Any]:
-    """Columns that this page does not read."""
-    known = set(RolloutRow.__dataclass_fields__)
-    return {name: "" for name in ("prompt_text", "ground_truth", "detail") if name in known}
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,13 @@ Make = Callable[..., Path]
 Serve = Callable[..., str]
 
 
+IN_SIGHT = """(() => {
+  const seen = [...document.querySelectorAll(".plot")].filter(plot => plot.getBoundingClientRect().top < innerHeight);
+  return seen.length > 0 && seen.every(plot => plot.querySelector(".main-svg, .none"));
+})()"""
+"""every chart that a person sees without scrolling is drawn"""
+
+
 class Page:
     """A tab that keeps what went wrong in it and where it asked."""
 
@@ -27,8 +34,9 @@ class Page:
         self.address = address
         started = time.perf_counter()
         self.tab.goto(address)
-        self.tab.wait_for_selector(f"#plot-{CHARTS[-1].id} .main-svg, #plot-{CHARTS[-1].id} .none")
+        self.until(IN_SIGHT)
         self.seconds_to_open = time.perf_counter() - started
+        self.tab.wait_for_selector(f"#plot-{CHARTS[-1].id} .main-svg, #plot-{CHARTS[-1].id} .none")
 
     def points(self, chart: str) -> int:
         script = "id => (document.getElementById(id).data || []).reduce((n, trace) => n + (trace.x || []).length, 0)"
@@ -39,7 +47,7 @@ class Page:
         deadline = time.monotonic() + 15
         while not self.tab.evaluate(script):
             assert time.monotonic() < deadline, f"never came true: {script}"
-            self.tab.wait_for_timeout(50)
+            self.tab.wait_for_timeout(20)
 
     def check(self) -> None:
         assert self.errors == []
@@ -108,6 +116,14 @@ def test_rollouts_are_read_as_text_with_the_keyboard_alone(
     page.tab.wait_for_selector("#groups .sample")
     recoloured = page.tab.evaluate("[...document.querySelectorAll('.tokens span')].map(s => s.style.background)")
     assert len(colours) == len(recoloured) > 0 and colours != recoloured and len(set(recoloured)) == 2
+    page.tab.select_option("#colour", "ratios")
+    page.tab.focus("#groups details summary >> nth=0")
+    page.tab.keyboard.press("Enter")
+    page.tab.wait_for_selector("#groups .sample")
+    by_ratio = page.tab.evaluate("[...document.querySelectorAll('.tokens span')].map(s => s.style.background)")
+    tints = {colour.split(",")[0] for colour in by_ratio}
+    assert {"rgba(213", "rgba(0"} <= tints, "orange, blue"
+    assert "ratio" in page.tab.get_attribute(".tokens span >> nth=0", "title")
     page.tab.select_option("#which", "2")
     page.until("document.querySelector('#groups summary').textContent.startsWith('0-2-')")
     page.check()

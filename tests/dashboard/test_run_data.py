@@ -7,9 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from olmorl.cli.inspect import colours
 from olmorl.cli.main import run as command
 from olmorl.contract.errors import ConfigError
 from olmorl.dashboard.run_data import Growing, RunData
+from olmorl.dashboard.samples import ratios_of
 from olmorl.metrics.rollout_log import read_rollouts
 
 Make = Callable[..., Path]
@@ -72,9 +74,22 @@ def test_inspect_prints_a_group_side_by_side(
     assert "0-5-0" in out and "0-5-1" in out and "0-5-2" not in out and "mean reward 0.500" in out and "#3" in out
     assert command(["inspect", str(run), "--prompt", "0-6-2", "--colour", "version"]) == 0
     assert "step 6 · 0-6-2" in capsys.readouterr().out
+    assert command(["inspect", str(run), "--colour", "ratio", "--limit", "1"]) == 0
+    out = capsys.readouterr().out
+    assert 'ground truth: "6"' in out and "<i>says</i> 6" in out and "0-6-0_3" in out
     assert command(["inspect", str(run), "--step", "77"]) == 2
     assert "no rollouts of step 77" in capsys.readouterr().err
     assert command(["inspect", str(run), "--prompt", "who"]) == 2
+
+
+def test_a_token_has_the_ratio_that_the_learner_gave_it(tmp_path: Path, make_run: Make) -> None:
+    rows = {row.rollout_id: row for row in read_rollouts(RunData(make_run(tmp_path / "run", steps=2)).rollouts_file(2))}
+    trained, untrained = rows["0-2-0_0"], rows["0-2-0_3"]
+    assert ratios_of(trained) == pytest.approx(np.exp(trained.learner_logprobs - trained.logprobs).tolist(), abs=1e-4)
+    assert ratios_of(untrained) == [None] * len(untrained.token_ids)
+    sample = {"ratios": [None, 0.1, 0.6, 0.9, 1.0, 1.1, 1.5, 3.0]}
+    shades = [colours("ratio")(sample, at) for at in range(8)]
+    assert len(set(shades)) == 8 and shades[0] == "dim" and shades[4] == ""
 
 
 def test_what_the_server_says_is_json_without_a_template(tmp_path: Path, make_run: Make) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from olmorl.cli.main import run as cli
 from olmorl.config.load import load_config
 from olmorl.contract.generation import OBSERVED
 from olmorl.controller.compose import load_inputs
@@ -47,9 +48,19 @@ def test_an_environment_is_trained(command: Any, checks: Any) -> None:
     drawn = sum(int(row.loss_mask.sum()) for row in rows)
     assert drawn == summary["trained_tokens"] == summary["waste"]["trained"]
     assert all(np.isfinite(row["loss/policy"]) for row in command.metrics()[1:])
+    chatty = max(rows, key=lambda row: [version for version, *_ in row.version_spans].count(OBSERVED))
+    fresh = max(rows, key=lambda row: len({version for version, *_ in row.version_spans}))
+    for row in (chatty, fresh):
+        assert cli(["replay", str(command.directory), row.rollout_id]) == 0, "a turn came out otherwise"
 
 
-STARVED = ("data.train=eight.jsonl", "checkpoint.every=100", "eval.data=[]", "rollout.async_steps=0")
+STARVED = (
+    "logging.wandb=offline",
+    "data.train=eight.jsonl",
+    "checkpoint.every=100",
+    "eval.data=[]",
+    "rollout.async_steps=0",
+)
 
 
 def starve(command: Any) -> int:
@@ -74,9 +85,11 @@ def test_a_starved_run_stops_with_its_checkpoint(command: Any) -> None:
 
 
 @pytest.mark.soak
-def test_a_starved_run_can_go_on(command: Any, checks: Any) -> None:
+def test_a_starved_run_can_go_on(command: Any, checks: Any, wandb_history: Any) -> None:
     step = starve(command)
     command.run(f"run.steps={step + 1}", *STARVED, "--resume")
+    assert [row["progress/step"] for row in wandb_history(command.directory)] == list(range(step + 2))
+    assert len({path.name.rpartition("-")[2] for path in command.directory.glob("wandb/offline-run-*")}) == 1
     checks.one_row_a_step(command, step + 1)
     checks.one_fate_each(command)
 

@@ -1,19 +1,25 @@
-"""Bytes and FLOPs of a step against figures worked out by hand from the published shapes of the models.
+"""Bytes and FLOPs of a step against figures worked out by hand from the published shapes of the models, and against
+what this machine can read.
 
 The parameter counts are those of the checkpoints; what follows is arithmetic on them, written out.
 """
 
+import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from inference.llm import LLM
 from inference.model.architecture import Architecture, Layer
 from inference.model.decoder import Decoder
 from inference.model.rope import Rope
-from inference.stats import CostModel
+from inference.stats import CostModel, StatsClock
+from olmorl.contract.generation import SamplingParams
 
 QWEN25_7B = 7_615_616_512  # parameters, embedding and head apart, as in the checkpoint
 OLMO3_7B = 7_298_011_136
@@ -131,3 +137,39 @@ def test_int8_rows_are_read_as_bytes_and_a_float_head_as_floats() -> None:
     flops, num_bytes = costs.step(step((99, 100)))
     assert num_bytes == 30 * rows + floats + 4 * head + 576 * 4 + 2 * 30 * 3 * 64 * 4 * (100 + 1)
     assert flops == 2 * LLAMA_135M + 4 * 30 * 9 * 64 * 100
+
+
+def test_a_step_that_only_reads_comes_near_the_bandwidth_and_not_above_it(tmp_path: Path) -> None:
+    """One sequence and 220 MB of weights, far beyond the caches: bytes by the cost model over the fastest step, against
+    the streaming read. Peak and steps are measured in turn, for others share the machine."""
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=1024, intermediate_size=2816, num_hidden_layers=4, num_attention_heads=8,
+        max_position_embeddings=256, eos_token_id=None,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    llm = LLM(tmp_path, kernels="torch", max_num_seqs=1, kv_cache_tokens=256)
+    peak = rate = 0.0
+    for _ in range(3):
+        peak = max(peak, llm.device_peak().bandwidth)
+        llm.add_request([1, 2, 3], SamplingParams(max_tokens=20, ignore_eos=True))
+        llm.step()  # the prompt
+        while llm.has_unfinished():
+            before, started = llm.stats()["bytes"], time.perf_counter()
+            llm.step()
+            rate = max(rate, (llm.stats()["bytes"] - before) / (time.perf_counter() - started))
+    assert llm.stats()["bytes"] / llm.stats()["steps"] > 200e6
+    assert 0.6 < rate / peak < 1.0, f"{rate / 1e9:.1f} of {peak / 1e9:.1f} GB/s"
+
+
+def test_a_snapshot_never_lies_in_the_middle_of_a_step() -> None:
+    """Else a step's seconds were counted as waiting first and as busy later, and the names would not add up."""
+    clock = StatsClock()
+    clock.begin_step()
+    time.sleep(0.03)
+    during = clock.snapshot()
+    clock.totals.prefill_steps += 1
+    clock.end_step()
+    after = clock.snapshot()
+    assert during["busy_seconds"] == 0 and during["wall_seconds"] < 0.03
+    assert 0.03 <= after["busy_seconds"] == after["prefill_seconds"] <= after["wall_seconds"]
+    assert after["wall_seconds"] - after["busy_seconds"] == pytest.approx(during["wall_seconds"], abs=0.02)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.pack import UNITS_PER_RANK, concatenate, pack
+from learner.pack import UNITS_PER_RANK, concatenate, pack, unpack
 from olmorl.contract.training import MicroBatch, TrainSample
 
 shapes = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 40)), max_size=30)  # which prompt, response tokens
@@ -70,6 +70,12 @@ def test_nothing_is_lost_and_ranks_are_balanced(
     assert len(batches) == num_ranks and all(batch.version == 7 for batch in batches)
     packed = Counter(d for batch in batches for micro in batch.micro_batches for d in documents(micro))
     assert packed == Counter(map(whole, samples))
+    of_ranks = [
+        np.concatenate([np.zeros(0), *(m.behaviour_logprobs[m.loss_mask] for m in batch.micro_batches)])
+        for batch in batches
+    ]
+    for sample, values in zip(samples, unpack(batches, of_ranks, [len(s.token_ids) for s in samples]), strict=True):
+        np.testing.assert_array_equal(values, np.where(sample.loss_mask, sample.logprobs, np.nan))
     seen = 0
     for mini_batches in zip(*(batch.mini_batches for batch in batches), strict=True):
         assert len({len(mini.micro_batches) for mini in mini_batches}) == 1

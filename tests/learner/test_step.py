@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from learner.batch_file import load_batch
-from learner.pack import pack
+from learner.pack import pack, unpack
 from learner.trainer import Trainer
 from olmorl.contract.errors import WorkerError
 from olmorl.contract.training import LearnerConfig, RankBatch, StepReport, TrainSample
@@ -161,6 +161,10 @@ def test_every_switch_equals_its_reference(
     assert report.stepped and report.version == 1, "however many optimizer steps, one version"
     assert len(reference.losses) == mini_batches * epochs
     assert report.metrics["optim/grad_norm"] == pytest.approx(np.mean(reference.norms), rel=1e-5)
+    lengths = [len(sample.token_ids) for sample in samples]
+    for sample, old in zip(samples, unpack([batch], [report.old_logprobs], lengths), strict=True):
+        expected = np.where(sample.loss_mask, raw_response_logprobs(config, sample), np.nan)
+        np.testing.assert_allclose(old, expected, atol=1e-5, err_msg="of the policy before the first step")
     if mini_batches > 1 and config.objective == "grpo":
         assert report.metrics["loss/clip_fraction"] > 0, "the case must exercise the clip"
     assert_equal_models(trainer, reference)

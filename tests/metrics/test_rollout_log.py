@@ -8,12 +8,13 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from olmorl.metrics.rollout_log import RolloutRow, read_rollouts, write_rollouts
+from olmorl.metrics.rollout_log import RolloutRow, find_rollout, read_rollouts, write_rollouts
 
 COLUMNS = """
     rollout_id, prompt_id, sample, step, attempt, data_source, prompt_token_ids, token_ids, loss_mask, logprobs,
     raw_logprobs, version_spans, kv_events, text, finish_reason, reward, verdict, advantage, fate, seed, worker,
-    t_admitted, t_first_token, t_finished, t_trained, prompt, ground_truth, verdict_detail
+    t_admitted, t_first_token, t_finished, t_trained, prompt, ground_truth, verdict_detail,
+    learner_logprobs
 """.replace(",", " ").split()
 
 
@@ -45,6 +46,7 @@ def row(sample: int, num_tokens: int) -> RolloutRow:
         t_first_token=1.6,
         t_finished=2.5,
         t_trained=3.5,
+        learner_logprobs=np.where(rng.random(num_tokens) < 0.8, rng.random(num_tokens), np.nan).astype(np.float32),
     )
 
 
@@ -68,6 +70,7 @@ def untrained(sample: int) -> RolloutRow:
         t_first_token=None,
         t_finished=None,
         t_trained=None,
+        learner_logprobs=empty,
     )
 
 
@@ -113,8 +116,16 @@ def test_a_file_of_before_a_column_was_added_is_read(tmp_path: Path) -> None:
     write_rollouts(path, [replace(row(0, 4), prompt="1+1=", ground_truth='"2"', verdict_detail="answer 2")])
     table = pq.read_table(path)
     assert table.column("ground_truth").to_pylist() == ['"2"']
-    pq.write_table(table.drop_columns(["prompt", "ground_truth", "verdict_detail"]), path)
-    assert_same(read_rollouts(path)[0], row(0, 4))
+    pq.write_table(table.drop_columns(["prompt", "ground_truth", "verdict_detail", "learner_logprobs"]), path)
+    assert_same(read_rollouts(path)[0], replace(row(0, 4), learner_logprobs=np.zeros(0, np.float32)))
+
+
+def test_one_rollout_is_found_by_its_id(tmp_path: Path) -> None:
+    write_rollouts(tmp_path / "step_000012.parquet", [row(sample, 3 + sample) for sample in range(4)])
+    found = find_rollout(tmp_path / "step_000012.parquet", "0/17/2")
+    assert found is not None
+    assert_same(found, row(2, 5))
+    assert find_rollout(tmp_path / "step_000012.parquet", "0/17/9") is None
 
 
 def test_a_write_replaces_and_leaves_nothing_beside(tmp_path: Path) -> None:

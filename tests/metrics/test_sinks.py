@@ -4,11 +4,10 @@ import io
 import json
 import logging
 import math
-import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from olmorl.metrics.names import METRIC_NAMES, is_declared
 from olmorl.metrics.sinks import open_sinks
 from olmorl.metrics.wandb_sink import open_wandb, resolve_mode
 
+History = Callable[[Path], list[dict[str, Any]]]
 STEP = {
     "reward/mean": 0.5,
     "throughput/tokens_per_second": 1234.0,
@@ -147,12 +147,13 @@ assert "torch" not in sys.modules, "wandb brought torch into the driver"
 """
 
 
-def test_wandb_offline_keeps_its_id(tmp_path: Path) -> None:
+def test_a_resumed_run_goes_on_in_wandb(tmp_path: Path, wandb_history: History) -> None:
     """In a process of its own: wandb leaves threads and hooks behind."""
     subprocess.run([sys.executable, "-c", _WANDB_SCRIPT, str(tmp_path)], check=True, timeout=120)
     run_id = (tmp_path / "wandb" / "run_id").read_text().strip()
     runs = list((tmp_path / "wandb").glob(f"offline-run-*-{run_id}"))
-    assert runs and all(list(run.glob("*.wandb")) for run in runs)
+    assert len(runs) == len(list((tmp_path / "wandb").glob("offline-run-*"))) > 0, "another id is another run"
+    assert [row["progress/step"] for row in wandb_history(tmp_path)] == [1, 2]
 
 
 _SAMPLES_SCRIPT = """
@@ -178,7 +179,9 @@ sink.close()
 """
 
 
-def test_samples_of_evaluations_reach_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_of_evaluations_reach_wandb(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wandb_history: History
+) -> None:
     """Read back from the run that wandb keeps where there is no key."""
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
@@ -198,29 +201,10 @@ def test_samples_of_evaluations_reach_wandb(tmp_path: Path, monkeypatch: pytest.
         "verdict_detail": "why",
     }
     assert [row["text"] for row in rows] == [f"answer {prompt}.0" for prompt in range(16)]
-    history = list(read_history(next(run.glob("*.wandb"))))
+    history = wandb_history(tmp_path)
     assert history[0]["eval/a/avg_at_k"] == 0.75
     assert history[1]["eval/a/samples/_type"] == "table-file" and history[1]["eval/a/samples/nrows"] == 16
     assert [row["progress/step"] for row in history] == [3, 3]
-
-
-def read_history(path: Path) -> Iterator[dict[str, Any]]:
-    """What was logged, from wandb's own file: a header of 7 bytes, then records in blocks of 32 KiB (LevelDB's log)."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    content, at, record = path.read_bytes(), 7, b""
-    while at + 7 <= len(content):
-        if 32768 - at % 32768 < 7:  # the end of a block is padding
-            at += 32768 - at % 32768
-            continue
-        length, kind = struct.unpack_from("<HB", content, at + 4)
-        record += content[at + 7 : at + 7 + length]
-        at += 7 + length
-        if kind in (1, 4):  # whole, or its last part
-            items = Record.FromString(record).history.item
-            record = b""
-            if items:
-                yield {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
 
 
 def test_wandb_that_cannot_start_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

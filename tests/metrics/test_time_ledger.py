@@ -1,5 +1,6 @@
 """Every second has one name, and the names add up."""
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -26,6 +27,18 @@ def test_a_learners_seconds_add_up_to_wall_time(work: list[tuple[LearnerTime, in
     assert ledger.totals() == expected and sum(ledger.totals().values()) == now
 
 
+def test_what_is_done_meanwhile_ends_also_by_an_error() -> None:
+    now = 0.0
+    ledger = TimeLedger(clock=lambda: now)
+    ledger.enter("waiting")
+    now = 1.0
+    with contextlib.suppress(RuntimeError), ledger.during("training"):
+        now = 3.0
+        raise RuntimeError
+    now = 7.0
+    assert ledger.totals() == {"starting": 0, "waiting": 5, "training": 2, "sending": 0, "checkpointing": 0}
+
+
 @given(*[st.floats(0, 50)] * 4, st.floats(0, 100), st.booleans())
 def test_an_engines_seconds_add_up(
     decode: float, prefill: float, recompute: float, stall: float, idle: float, together: bool
@@ -45,6 +58,9 @@ def test_an_engines_seconds_add_up(
     assert spent["stalled"] == stall and spent["recompute"] == recompute
     assert spent["starting"] == pytest.approx(3.0) and spent["waiting"] == pytest.approx(idle)
     assert spent["prefill"] + spent["decode"] == pytest.approx(prefill + decode)
+    twice = {name: 2 * seconds for name, seconds in after.items()}
+    later = engine_seconds(after, twice, span=lived / 2)
+    assert sum(later.values()) == pytest.approx(lived) and later["starting"] == 0, "a snapshot that came late"
 
 
 def test_the_timeline_is_kept_short_and_whole(tmp_path: Path) -> None:
@@ -70,3 +86,25 @@ def test_an_engine_that_said_nothing_new_has_no_row(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (tmp_path / "timeline.jsonl").read_text().splitlines()]
     assert [row["t"] for row in rows if row["worker"] == "inference-0"] == [1.0, 3.0]
     assert rows[-2]["span"] == 2.0
+
+
+def test_snapshots_that_come_late_leave_no_gap(tmp_path: Path) -> None:
+    """Those of an engine are up to a second old, and none is of the middle of a step; a newcomer starts when it is
+    first heard of."""
+    timeline = Timeline(tmp_path / "timeline.jsonl", peak=PEAK, started=10.0)
+    clocks = [0.5, 0.5, 2.5, 2.6, 4.9]
+    for second, clock in enumerate(clocks, start=1):
+        engines = {"inference-0": {"wall_seconds": clock, "busy_seconds": clock - 0.25}}
+        if second >= 3:
+            engines["inference-1"] = {} if second == 3 else {"wall_seconds": 0.5 * (second - 3), "busy_seconds": 0.1}
+        timeline.write(engines, {"waiting": second}, now=10.0 + second)
+    timeline.close()
+    rows = [json.loads(line) for line in (tmp_path / "timeline.jsonl").read_text().splitlines()]
+    for row in rows:
+        assert sum(row["spent"].values()) == pytest.approx(row["span"], abs=2e-3) and min(row["spent"].values()) >= 0
+    first = [row for row in rows if row["worker"] == "inference-0"]
+    assert [row["t"] for row in first] == pytest.approx([11.0, 13.0, 13.1, 15.4])
+    assert first[0]["spent"]["starting"] == 0.5 and all(row["spent"]["starting"] == 0 for row in first[1:])
+    newcomer = [row for row in rows if row["worker"] == "inference-1"]
+    assert [row["t"] for row in newcomer] == [14.0, 14.5] and [row["span"] for row in newcomer] == [2.0, 0.5]
+    assert newcomer[0]["spent"]["starting"] == pytest.approx(1.5)

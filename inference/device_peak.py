@@ -1,0 +1,28 @@
+"""What the engine's device could do at most; on a CPU the engine's own product counts too, for it may be the faster."""
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import torch
+
+from olmorl.contract.peaks import DevicePeak, measured_peak, vendor_peak
+
+
+def device_peak(device: torch.device) -> DevicePeak:
+    if device.type == "cpu":
+        return measured_peak(torch.ones, threads=torch.get_num_threads(), products=[_compiled_product])
+    return vendor_peak(torch.cuda.get_device_name(device)) or measured_peak(
+        partial(torch.ones, device=device), synchronize=partial(torch.cuda.synchronize, device)
+    )
+
+
+def _compiled_product(matrix: torch.Tensor) -> Callable[[], object]:
+    from inference.kernels import cpu_decoder
+    from inference.kernels.cpu_team import Team, new_signals
+    from inference.kernels.cpu_tile import LANES
+
+    size, team = len(matrix), Team(torch.get_num_threads())
+    panels = np.empty((size // LANES, size, LANES), np.float32)
+    out = np.empty((size, size), np.float32)
+    return lambda: team.run(cpu_decoder.head, new_signals(1), matrix.numpy(), matrix.data_ptr(), size, panels, out)
