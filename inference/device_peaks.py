@@ -39,7 +39,9 @@ def _compiled_product(matrix: torch.Tensor) -> Callable[[], None]:
     size, team = len(matrix), Team(torch.get_num_threads())
     panels = np.empty((size // LANES, size, LANES), np.float32)
     out = np.empty((size, size), np.float32)
-    return lambda: team.run(cpu_decoder.head, new_signals(1), matrix.numpy(), matrix.data_ptr(), size, panels, out)
+    return lambda: team.run(
+        cpu_decoder.head, new_signals(team.threads), matrix.numpy(), matrix.data_ptr(), size, panels, out
+    )
 
 
 def _best_seconds(work: Callable[[], object], device: torch.device, *, budget: float) -> float:
