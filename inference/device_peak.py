@@ -25,4 +25,5 @@ def _compiled_product(matrix: torch.Tensor) -> Callable[[], object]:
     size, team = len(matrix), Team(torch.get_num_threads())
     panels = np.empty((size // LANES, size, LANES), np.float32)
     out = np.empty((size, size), np.float32)
-    return lambda: team.run(cpu_decoder.head, new_signals(1), matrix.numpy(), matrix.data_ptr(), size, panels, out)
+    weights = (matrix.numpy(), matrix.data_ptr(), size)
+    return lambda: team.run(cpu_decoder.head, new_signals(team.threads), *weights, panels, out)

@@ -13,12 +13,12 @@ import numpy as np
 from inference.kernels.compiling import exact, fast
 from inference.kernels.cpu_attention import attend, norm_rope_store
 from inference.kernels.cpu_int8_linear import int8_gated_linear, int8_linear, quantize_panels
-from inference.kernels.cpu_linear import gated_linear, linear
+from inference.kernels.cpu_linear import gated_linear, linear, share_start
 from inference.kernels.cpu_math import address, floats
 from inference.kernels.cpu_team import meet, take
 from inference.kernels.cpu_tile import LANES
 
-PIECES_PER_LAYER = 5  # shared by counting: four products and attention
+PIECES_PER_LAYER = 5  # shared by counting, with a counter for each thread: four products and attention
 _GROUP = 4  # tokens whose queries, keys and values are unpacked together
 _HALF = 8  # tokens normed together
 _PART = 32  # features
@@ -95,7 +95,7 @@ def forward(  # type: ignore[no-untyped-def]
     tokens = len(step.token_ids_T)
     x, y = address(scratch.x), address(scratch.y)
     wide, attended = address(scratch.wide), address(scratch.attended)
-    model, width = shape.hidden_size, shape.num_heads * shape.head_dim
+    model, inner, width = shape.hidden_size, shape.intermediate_size, shape.num_heads * shape.head_dim
     qkv_width = width + 2 * shape.num_kv_heads * shape.head_dim
     panel, wide_panel = model * LANES, scratch.wide.shape[1] * LANES
     source = address(scratch.normed) if shape.pre_norm else x
@@ -111,28 +111,36 @@ def forward(  # type: ignore[no-untyped-def]
         met = _linear(
             thread, threads, signals, met, piece, shape, scratch, layer[FIELDS.qkv], layer[FIELDS.qkv_bias],
             qkv_width, model, source, panel, wide, wide_panel, tokens,
+            _own_rows(thread, threads, layer[FIELDS.out], model, width),
         )  # fmt: skip
         _rope_store(thread, threads, shape, eps, layer, caches_L2[index], step, scratch)
         met = meet(signals, threads, met)
-        _attention(thread, threads, signals, piece + 1, shape, layer[FIELDS.window], caches_L2[index], step, scratch)
+        _attention(
+            thread, threads, signals, piece + threads, shape, layer[FIELDS.window], caches_L2[index], step, scratch
+        )
         met = meet(signals, threads, met)
         met = _linear(
-            thread, threads, signals, met, piece + 2, shape, scratch, layer[FIELDS.out], layer[FIELDS.out_bias],
-            model, width, attended, width * LANES, y, panel, tokens,
+            thread, threads, signals, met, piece + 2 * threads, shape, scratch, layer[FIELDS.out],
+            layer[FIELDS.out_bias], model, width, attended, width * LANES, y, panel, tokens,
+            _own_rows(thread, threads, layer[FIELDS.gate_up], inner, model),
         )  # fmt: skip
         norm = layer[FIELDS.mlp_norm] if shape.pre_norm else layer[FIELDS.attention_norm]
         _residual_norm(thread, threads, tokens, scratch, norm, eps, shape.pre_norm, True)
         met = meet(signals, threads, met)
         met = _gated_linear(
-            thread, threads, signals, met, piece + 3, shape, scratch, layer[FIELDS.gate_up],
+            thread, threads, signals, met, piece + 3 * threads, shape, scratch, layer[FIELDS.gate_up],
             layer[FIELDS.gate_up_bias], source, panel, wide, wide_panel, tokens,
+            _own_rows(thread, threads, layer[FIELDS.down], model, inner),
         )  # fmt: skip
+        beyond = np.int64(0)
+        if index + 1 < len(layers_L):
+            beyond = _own_rows(thread, threads, layers_L[index + 1, FIELDS.qkv], qkv_width, model)
         met = _linear(
-            thread, threads, signals, met, piece + 4, shape, scratch, layer[FIELDS.down], layer[FIELDS.down_bias],
-            model, shape.intermediate_size, wide, wide_panel, y, panel, tokens,
+            thread, threads, signals, met, piece + 4 * threads, shape, scratch, layer[FIELDS.down],
+            layer[FIELDS.down_bias], model, inner, wide, wide_panel, y, panel, tokens, beyond,
         )  # fmt: skip
         norm = layer[FIELDS.mlp_norm]
-        piece += PIECES_PER_LAYER
+        piece += PIECES_PER_LAYER * threads
     if not shape.pre_norm:
         _residual_norm(thread, threads, tokens, scratch, norm, eps, shape.pre_norm, True)
     _residual_norm(thread, threads, tokens, scratch, final_norm, eps, 1, shape.pre_norm == 1)
@@ -140,11 +148,17 @@ def forward(  # type: ignore[no-untyped-def]
 
 
 @exact
+def _own_rows(thread, threads, weight, num_rows, num_features):  # type: ignore[no-untyped-def]
+    """The address of the weights that a thread reads first."""
+    return weight + 4 * share_start(num_rows, thread, threads) * num_features
+
+
+@exact
 def _linear(  # type: ignore[no-untyped-def]
     thread, threads, signals, met, piece, shape, scratch, weight, bias, num_rows, num_features, x, x_panel, out,
-    out_panel, tokens,
+    out_panel, tokens, beyond,
 ):  # fmt: skip
-    """Begins and ends where all have met; how often they met is returned."""
+    """Begins and ends where all have met; how often they met is returned. `beyond`: as in `linear`."""
     lanes = np.int64(LANES)  # as a literal it would have every callee compiled once more
     if shape.int8:
         quantized, scales = address(scratch.quantized), address(scratch.token_scales)
@@ -155,13 +169,16 @@ def _linear(  # type: ignore[no-untyped-def]
             tokens,
         )  # fmt: skip
     else:
-        linear(signals, piece, threads, weight, bias, num_rows, num_features, x, x_panel, out, lanes, out_panel, tokens)
+        linear(
+            thread, threads, signals, piece, weight, bias, num_rows, num_features, x, x_panel, out, lanes, out_panel,
+            tokens, beyond,
+        )  # fmt: skip
     return meet(signals, threads, met)
 
 
 @exact
 def _gated_linear(  # type: ignore[no-untyped-def]
-    thread, threads, signals, met, piece, shape, scratch, weight, bias, x, x_panel, out, out_panel, tokens
+    thread, threads, signals, met, piece, shape, scratch, weight, bias, x, x_panel, out, out_panel, tokens, beyond
 ):
     """As `_linear`."""
     size, model = shape.intermediate_size, shape.hidden_size
@@ -171,7 +188,9 @@ def _gated_linear(  # type: ignore[no-untyped-def]
         met = meet(signals, threads, met)
         int8_gated_linear(signals, piece, threads, weight, bias, size, model, quantized, scales, out, out_panel, tokens)
     else:
-        gated_linear(signals, piece, threads, weight, bias, size, model, x, x_panel, out, out_panel, tokens)
+        gated_linear(
+            thread, threads, signals, piece, weight, bias, size, model, x, x_panel, out, out_panel, tokens, beyond
+        )
     return meet(signals, threads, met)
 
 
@@ -183,8 +202,8 @@ def head(thread, threads, signals, hidden_RM, weight, vocab_size, panels, logits
     meet(signals, threads, np.int64(0))
     step, piece, none = logits_VR.shape[1], np.int64(0), np.int64(0)
     linear(
-        signals, piece, threads, weight, none, vocab_size, model,
-        address(panels), model * LANES, address(logits_VR), step, np.int64(LANES), rows,
+        thread, threads, signals, piece, weight, none, vocab_size, model,
+        address(panels), model * LANES, address(logits_VR), step, np.int64(LANES), rows, none,
     )  # fmt: skip
 
 
@@ -218,12 +237,13 @@ def _pack(thread, threads, hidden_RM, panels):  # type: ignore[no-untyped-def]
 def _embed(thread, threads, token_ids_T, embedding, x):  # type: ignore[no-untyped-def]
     """Empty lanes become 0: they are computed with the others, and numbers too small for the fast path are slow."""
     tokens, size = len(token_ids_T), x.shape[1]
-    for t in range(thread * _HALF, (tokens + _HALF - 1) // _HALF * _HALF, threads * _HALF):
-        for lane in range(t, t + _HALF):
-            row = floats(embedding + 4 * token_ids_T[min(lane, tokens - 1)] * size, size)
-            keep = np.float32(1 if lane < tokens else 0)
+    for panel in range(thread, (tokens + LANES - 1) // LANES, threads):
+        for lane in range(LANES):
+            t = panel * LANES + lane
+            row = floats(embedding + 4 * token_ids_T[min(t, tokens - 1)] * size, size)
+            keep = np.float32(1 if t < tokens else 0)
             for m in range(size):
-                x[lane // LANES, m, lane % LANES] = row[m] * keep
+                x[panel, m, lane] = row[m] * keep
 
 
 @fast
@@ -231,18 +251,17 @@ def _residual_norm(thread, threads, tokens, scratch, weight, eps, pre_norm, adds
     """x += y, normed = norm(x) where the norm comes first; x += norm(y) where it comes last."""
     size = scratch.x.shape[1]
     w = floats(weight, size)
-    for t in range(thread * _HALF, tokens, threads * _HALF):
-        lane = t % LANES
-        x = scratch.x[t // LANES]
-        y = scratch.y[t // LANES]
-        if pre_norm:
-            if adds:
-                for m in range(size):
-                    for j in range(_HALF):
-                        x[m, lane + j] += y[m, lane + j]
-            _norm(x, lane, w, eps, scratch.normed[t // LANES], False)
-        else:
-            _norm(y, lane, w, eps, x, True)
+    for panel in range(thread, (tokens + LANES - 1) // LANES, threads):  # whole cache lines, no two threads at one
+        x, y = scratch.x[panel], scratch.y[panel]
+        for lane in range(0, min(LANES, tokens - panel * LANES), _HALF):
+            if pre_norm:
+                if adds:
+                    for m in range(size):
+                        for j in range(_HALF):
+                            x[m, lane + j] += y[m, lane + j]
+                _norm(x, lane, w, eps, scratch.normed[panel], False)
+            else:
+                _norm(y, lane, w, eps, x, True)
 
 
 @fast

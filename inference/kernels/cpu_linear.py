@@ -25,41 +25,62 @@ def chunk_rows(num_rows, num_features, threads):  # type: ignore[no-untyped-def]
 
 
 @exact
+def share_start(num_rows, share, threads):  # type: ignore[no-untyped-def]
+    """Where the rows begin that a thread takes before it helps others: in order, so that it can fetch ahead."""
+    chunks = (num_rows + _CHUNK - 1) // _CHUNK
+    return min(num_rows, share * chunks // threads * _CHUNK)
+
+
+@exact
 def linear(  # type: ignore[no-untyped-def]
-    signals, piece, threads, weight, bias, num_rows, num_features, x, x_panel, out, out_step, out_panel, tokens
-):
-    """out = weight x + bias. `bias` may be 0; steps lead from a feature to the next, panels to the next panel."""
+    thread, threads, signals, piece, weight, bias, num_rows, num_features, x, x_panel, out, out_step, out_panel, tokens,
+    beyond,
+):  # fmt: skip
+    """out = weight x + bias. `bias` may be 0; steps lead from a feature to the next, panels to the next panel.
+
+    `beyond`: the weights this thread will read after these, or 0.
+    """
     size = chunk_rows(num_rows, num_features, threads)
-    while True:
-        first = take(signals, piece, size)
-        if first >= num_rows:
-            return
-        rows = min(size, num_rows - first)
-        start = out + 4 * first * out_step
-        _rows(weight + 4 * first * num_features, num_features, x, x_panel, start, out_step, out_panel, rows, tokens)
-        if bias != 0:
-            add_bias(floats(bias + 4 * first, rows), start, out_step, out_panel, tokens)
+    for turn in range(threads):
+        share = (thread + turn) % threads
+        start, end = share_start(num_rows, share, threads), share_start(num_rows, share + 1, threads)
+        while True:
+            first = start + take(signals, piece + share, size)
+            if first >= end:
+                break
+            rows = min(size, end - first)
+            w, to = weight + 4 * first * num_features, out + 4 * first * out_step
+            after = w + 4 * rows * num_features if first + rows < end else beyond
+            _rows(w, num_features, x, x_panel, to, out_step, out_panel, rows, tokens, after)
+            if bias != 0:
+                add_bias(floats(bias + 4 * first, rows), to, out_step, out_panel, tokens)
 
 
 @exact
 def gated_linear(  # type: ignore[no-untyped-def]
-    signals, piece, threads, weight, bias, size, num_features, x, x_panel, out, panel, tokens
+    thread, threads, signals, piece, weight, bias, size, num_features, x, x_panel, out, panel, tokens, beyond
 ):
     """out[:size] = silu(gate x) * (up x); `weight` holds gate above up, and so does `out` for the time being."""
     taken, lanes = chunk_rows(size, num_features, threads), np.int64(LANES)
-    while True:
-        first = take(signals, piece, taken)
-        if first >= size:
-            return
-        rows = min(taken, size - first)
-        for row in (first, size + first):
-            start = out + 4 * row * LANES
-            _rows(weight + 4 * row * num_features, num_features, x, x_panel, start, lanes, panel, rows, tokens)
+    up = 4 * size * num_features
+    for turn in range(threads):
+        share = (thread + turn) % threads
+        start, end = share_start(size, share, threads), share_start(size, share + 1, threads)
+        while True:
+            first = start + take(signals, piece + share, taken)
+            if first >= end:
+                break
+            rows = min(taken, end - first)
+            w, to = weight + 4 * first * num_features, out + 4 * first * LANES
+            after = w + 4 * rows * num_features if first + rows < end else beyond
+            _rows(w, num_features, x, x_panel, to, lanes, panel, rows, tokens, w + up)
+            _rows(w + up, num_features, x, x_panel, to + 4 * size * LANES, lanes, panel, rows, tokens, after)
             if bias != 0:
-                add_bias(floats(bias + 4 * row, rows), start, lanes, panel, tokens)
-        for at in range(0, tokens, LANES):
-            start = out + 4 * (at // LANES * panel + first * LANES)
-            gate(floats(start, rows * LANES), floats(start + 4 * size * LANES, rows * LANES))
+                add_bias(floats(bias + 4 * first, rows), to, lanes, panel, tokens)
+                add_bias(floats(bias + 4 * (size + first), rows), to + 4 * size * LANES, lanes, panel, tokens)
+            for at in range(0, tokens, LANES):
+                part = to + 4 * (at // LANES * panel)
+                gate(floats(part, rows * LANES), floats(part + 4 * size * LANES, rows * LANES))
 
 
 @fast
@@ -79,43 +100,46 @@ def add_bias(bias, out, out_step, out_panel, tokens):  # type: ignore[no-untyped
 
 
 @exact
-def _rows(w, count, x, x_panel, out, out_step, out_panel, rows, tokens):  # type: ignore[no-untyped-def]
+def _rows(w, count, x, x_panel, out, out_step, out_panel, rows, tokens, after):  # type: ignore[no-untyped-def]
     """Blocks as high and wide as the registers allow, 16 (AVX2) or 32 (AVX-512); tokens are computed by eights."""
     left = (tokens + 7) // 8
-    ahead = 1 if 4 * count <= _LONG_ROW else 0
+    if 4 * count > _LONG_ROW:
+        after = np.int64(0)
     while left > 0:
         if WIDE == 16 and left >= 8:
-            product(w, count, count, x, LANES, x_panel, out, out_step, out_panel, rows // 6, ahead, 6, 4, 16)
+            product(w, count, count, x, LANES, x_panel, out, out_step, out_panel, rows // 6, after, 6, 4, 16)
             done, taken = rows // 6 * 6, 8
         elif WIDE == 16 and left == 6:
-            product(w, count, count, x, LANES, x_panel, out, out_step, out_panel, rows // 8, ahead, 8, 3, 16)
+            product(w, count, count, x, LANES, x_panel, out, out_step, out_panel, rows // 8, after, 8, 3, 16)
             done, taken = rows // 8 * 8, 6
         elif WIDE == 16 and left == 5:
-            product(w, count, count, x, LANES, x_panel, out, out_step, out_panel, rows // 4, ahead, 4, 5, 8)
+            product(w, count, count, x, LANES, x_panel, out, out_step, out_panel, rows // 4, after, 4, 5, 8)
             done, taken = rows // 4 * 4, 5
         elif WIDE == 16 and left >= 4:
-            product(w, count, count, x, LANES, x_panel, out, out_step, out_panel, rows // 12, ahead, 12, 2, 16)
+            product(w, count, count, x, LANES, x_panel, out, out_step, out_panel, rows // 12, after, 12, 2, 16)
             done, taken = rows // 12 * 12, 4
         elif WIDE == 16 and left == 3:
-            product(w, count, count, x, LANES, x_panel, out, out_step, out_panel, rows // 8, ahead, 8, 3, 8)
+            product(w, count, count, x, LANES, x_panel, out, out_step, out_panel, rows // 8, after, 8, 3, 8)
             done, taken = rows // 8 * 8, 3
         elif WIDE == 16 and left == 2:
-            product(w, count, count, x, LANES, x_panel, out, out_step, out_panel, rows // 12, ahead, 12, 1, 16)
+            product(w, count, count, x, LANES, x_panel, out, out_step, out_panel, rows // 12, after, 12, 1, 16)
             done, taken = rows // 12 * 12, 2
         elif WIDE == 8 and left == 3:
-            product(w, count, count, x, LANES, x_panel, out, out_step, out_panel, rows // 4, ahead, 4, 3, 8)
+            product(w, count, count, x, LANES, x_panel, out, out_step, out_panel, rows // 4, after, 4, 3, 8)
             done, taken = rows // 4 * 4, 3
         elif WIDE == 8 and left >= 2:
-            product(w, count, count, x, LANES, x_panel, out, out_step, out_panel, rows // 6, ahead, 6, 2, 8)
+            product(w, count, count, x, LANES, x_panel, out, out_step, out_panel, rows // 6, after, 6, 2, 8)
             done, taken = rows // 6 * 6, 2
         else:
-            product(w, count, count, x, LANES, x_panel, out, out_step, out_panel, rows // 12, ahead, 12, 1, 8)
+            product(w, count, count, x, LANES, x_panel, out, out_step, out_panel, rows // 12, after, 12, 1, 8)
             done, taken = rows // 12 * 12, 1
         if done < rows:
             tail, to = w + 4 * done * count, out + 4 * done * out_step
             for panel in range((taken + 1) // 2):
                 at, onto = x + 4 * panel * x_panel, to + 4 * panel * out_panel
-                product(tail, count, count, at, LANES, x_panel, onto, out_step, out_panel, rows - done, 0, 1, 2, 8)
+                product(
+                    tail, count, count, at, LANES, x_panel, onto, out_step, out_panel, rows - done, np.int64(0), 1, 2, 8
+                )
         left -= taken
         x, out = x + 4 * (taken // 2) * x_panel, out + 4 * (taken // 2) * out_panel
-        ahead = 0  # what follows finds the weights in the cache
+        after = np.int64(0)  # what follows finds the weights in the cache

@@ -36,21 +36,21 @@ def product(  # type: ignore[no-untyped-def]
     out_step,
     out_panel,
     num_blocks,
-    ahead,
+    after,
     rows,
     vectors,
     lanes,
 ):
     """`num_blocks` blocks of `rows` outputs for `vectors` vectors of `lanes` tokens; addresses, and steps in floats.
 
-    `ahead` 1 asks for the weights of the next block while this one is computed, 0 does not. The hardware follows one
-    row, and rows end before that pays.
+    While a block is computed the weights of the next are asked for, in the last block those at `after`; nothing is
+    where `after` is 0. The hardware follows one row, and rows end before that pays.
     """
     shape = [t.literal_value for t in (rows, vectors, lanes)]
     signature = types.void(*[types.int64] * 11, rows, vectors, lanes)
 
     def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        weights, weight_step, count, tokens, token_step, token_panel, out, out_step, out_panel, blocks, ahead = args[
+        weights, weight_step, count, tokens, token_step, token_panel, out, out_step, out_panel, blocks, after = args[
             :11
         ]
         parts = builder.sdiv(builder.add(count, integer(PART - 1)), integer(PART))
@@ -59,7 +59,10 @@ def product(  # type: ignore[no-untyped-def]
             left = builder.sub(count, skip)
             size = builder.select(builder.icmp_signed("<", left, integer(PART)), left, integer(PART))
             block = offset(builder, weights, builder.mul(first, weight_step))
-            following = offset(builder, block, builder.mul(ahead, builder.mul(weight_step, integer(shape[0]))))
+            following = offset(builder, block, builder.mul(weight_step, integer(shape[0])))
+            is_last = builder.icmp_signed("==", builder.add(row_loop.index, integer(1)), blocks)
+            following = builder.select(is_last, after, following)
+            following = builder.select(builder.icmp_signed("==", after, integer(0)), block, following)
             _tile(
                 builder,
                 shape,

@@ -53,7 +53,7 @@ class CompiledDecoder:
         hidden_TM = torch.empty((tokens, arch.hidden_size))
         self.team.run(
             cpu_decoder.forward,
-            new_signals(len(arch.layers) * cpu_decoder.PIECES_PER_LAYER),
+            new_signals(len(arch.layers) * cpu_decoder.PIECES_PER_LAYER * self.team.threads),
             self._shape(pools),
             arch.norm_eps,
             self._layers_L,
@@ -90,7 +90,7 @@ class CompiledDecoder:
             scratch += _quantized_scratch(panels, hidden_size)
         self.team.run(
             cpu_decoder.int8_head if int8 else cpu_decoder.head,
-            new_signals(1),
+            new_signals(self.team.threads),
             hidden_RM.numpy(),
             head.data_ptr(),
             len(head),
