@@ -1,7 +1,8 @@
 """The loop of the engine as a library: schedule, run, sample, stop, once for each `step()`.
 
 With `overlap` a step is launched before the tokens of the last one are read (`inference.flight`). Whatever looks at
-sequences from outside, or changes weights, first waits for what is in flight.
+sequences from outside, or changes weights, first waits for what is in flight; so do guesses at what comes next
+(`inference.speculative`).
 
 Single-threaded on purpose: whatever happens between two steps (weights, scores, aborts) is a plain method call, so a
 torn weight or a half-built batch cannot exist.
@@ -18,7 +19,7 @@ import numpy as np
 import torch
 
 from inference.engine_config import check_config
-from inference.flight import Flight
+from inference.flight import Flight, Verified
 from inference.followers import Followers, device_of
 from inference.gpu_sampling import new_gpu_sampler
 from inference.memory_plan import measured_kv_tokens
@@ -29,8 +30,9 @@ from inference.model.tensor_parallel import ALONE
 from inference.prompt_logprobs import record_prompt_logprobs
 from inference.request import Request, Sequence
 from inference.runner import Runner, RunnerConfig
-from inference.sampler import SamplingTable, sample
+from inference.sampler import SamplingTable, has_penalty, sample
 from inference.scheduler import Scheduler, StepPlan
+from inference.speculative.source import new_speculation
 from inference.staged_update import StagedUpdate, model_checksum, stage_tensors
 from inference.stats import CostModel, StatsClock
 from inference.step_batch import BlockTable
@@ -88,6 +90,13 @@ class Engine:
         self._finished: list[Sequence] = []
         """for the next `step` to return"""
         self.clock = StatsClock()
+        self.speculation = new_speculation(
+            config,
+            self.decoder,
+            num_blocks=self.scheduler.allocator.num_blocks,
+            max_model_len=self.max_model_len,
+            totals=self.clock.totals,
+        )
         self._costs = CostModel(
             replace(self.decoder.arch, num_kv_heads=self.decoder.local.num_kv_heads * config.tensor_parallel_size),
             num_parameters=self.decoder.num_resident_parameters,
@@ -134,6 +143,7 @@ class Engine:
             prefix_caching=config.prefix_caching,
             static=config.batching == "static",
             window=window,
+            max_draft=config.max_draft,
         )
         scheduler.cache.version = self.version
         return scheduler
@@ -204,6 +214,9 @@ class Engine:
                 sequence.stop_matcher = StopMatcher(params.stop, self.tokenizer, num_prompt=len(prompt))
         self.requests[request_id] = request
         self.scheduler.add(request)
+        # Where the device counts tokens for penalties, it counts what it draws: nothing may be drawn in vain there.
+        if self.gpu_sampler is None or not has_penalty(params):
+            self.speculation.open(request)
         return request
 
     def abort(self, request_id: str) -> list[Sequence]:
@@ -229,13 +242,16 @@ class Engine:
         if self.scheduler.has_work:
             assert not self.rewriting, "a step was asked for while the weights are being rewritten"
             started, before = time.perf_counter(), replace(self.clock.totals)
+            self.speculation.propose(self.scheduler.running)
             plan = self.scheduler.schedule()
             self.table.update(entered=plan.entered, grown=plan.grown)
             for sequence in plan.entered:
                 self.sampling.set(sequence)
             self.runner.copy_blocks(plan.copies, plan.window_copies)
+            self.speculation.complete(plan, self.table, self.sampling)
             drew = self._compute(plan) if plan.chunks or plan.starts else False
-            self._land(self._depth if drew else 0)
+            waits = not drew or self.speculation.applies(len(self.scheduler.running))
+            self._land(0 if waits else self._depth)
             self._give_up(plan.outgrown)
             if not self.scheduler.has_work:
                 self._land(0)  # nobody waits for these, all have stopped
@@ -249,8 +265,18 @@ class Engine:
             landed = self._flights.popleft().land()
             self.clock.totals.output_tokens += landed.num_tokens
             self.clock.totals.slot_steps_used -= landed.num_wasted
+            self._verified(landed.verified)
             self._finished += landed.finished
             self._retire(landed.finished)
+
+    def _verified(self, drafts: list[Verified]) -> None:
+        totals = self.clock.totals
+        for draft in drafts:
+            self.speculation.observe(draft.sequence, draft.drafted, draft.accepted)
+            self.scheduler.computed(draft.sequence, draft.accepted)
+            totals.verifications += 1
+            totals.drafted_tokens += draft.drafted
+            totals.accepted_tokens += draft.accepted
 
     def _give_up(self, outgrown: list[Sequence]) -> None:
         given_up = [sequence for sequence in outgrown if sequence.finish_reason is None]
@@ -277,22 +303,24 @@ class Engine:
             record_prompt_logprobs(plan, hidden, self.runner)
         drawing, logits = self._logits(plan, hidden)
         for sequence, count in plan.chunks:
-            self.scheduler.computed(sequence, count)
+            self.scheduler.computed(sequence, count - len(sequence.draft))
         if drawing:
             sampled = sample(logits, self.sampling.batch(drawing, drawn_ids), self.decoder.team, self.gpu_sampler)
             self._flights.append(Flight(drawing, sampled, self.version))
         return bool(drawing)
 
     def _logits(self, plan: StepPlan, hidden: torch.Tensor | None) -> tuple[list[Sequence], torch.Tensor]:
-        """The sequences that draw a token in this step, and a row of logits for each."""
+        """The sequences that draw in this step; a row of logits for each, and for each token of its draft."""
         drawing: list[Sequence] = []
         last_tokens: list[int] = []
+        rows: list[int] = []
         end = 0
         for sequence, count in plan.chunks:
             end += count
-            if sequence.num_computed + count == sequence.num_tokens:
+            if sequence.num_computed + count == sequence.num_tokens + len(sequence.draft):
                 drawing.append(sequence)
                 last_tokens.append(end - 1)
+                rows += range(end - 1 - len(sequence.draft), end)
         if not drawing and not plan.starts:
             return drawing, torch.empty(0)
         prompts = [prompt for _, prompt in plan.starts]
@@ -301,7 +329,7 @@ class Engine:
             if prompt.hidden is None and hidden is not None and prompt.leader in drawing:
                 prompt.hidden = hidden[last_tokens[drawing.index(prompt.leader)]].clone()
         kept = [prompt.hidden for _, prompt in plan.starts]
-        return drawing + [sequence for sequence, _ in plan.starts], self.runner.logits(hidden, last_tokens, kept)
+        return drawing + [sequence for sequence, _ in plan.starts], self.runner.logits(hidden, rows, kept)
 
     def _retire(self, finished: list[Sequence]) -> None:
         if not finished:
@@ -313,7 +341,9 @@ class Engine:
             self.clock.totals.finished += 1
             self.clock.totals.errors += sequence.error is not None
             if sequence.request.finished:
-                self.requests.pop(sequence.request.request_id, None)
+                known = self.requests.pop(sequence.request.request_id, None)
+                if known is not None and sequence.drafting is not None:
+                    self.speculation.close(known)
 
     # Between two steps
 

@@ -66,6 +66,7 @@ def blocks_that_fit(
                 num_blocks=blocks,
                 max_num_seqs=config.max_num_seqs,
                 max_tokens_per_step=config.max_tokens_per_step,
+                max_draft=config.max_draft,
             )
         return block_bytes * ((len(arch.layers) - sliding) * blocks + sliding * window_blocks)
 

@@ -38,6 +38,10 @@ class EngineStats:
     live_batch_sum: int = 0
     """running sequences, summed over steps"""
     preemptions: int = 0
+    verifications: int = 0
+    """drafts that were judged; each gave one token more than were accepted of it, unless the sample ended"""
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     flops: float = 0.0
     bytes: float = 0.0
     updates: int = 0

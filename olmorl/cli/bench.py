@@ -29,6 +29,14 @@ def engine(
     deterministic: Annotated[bool, typer.Option(help="Bitwise the same in any batch, or an error.")] = False,
     quantization: Annotated[str | None, typer.Option(help="int8, or as the model is.")] = None,
     quantize_head: Annotated[bool, typer.Option(help="The head in the precision of --quantization too.")] = False,
+    speculative: Annotated[
+        str | None, typer.Option(help="suffix: guess tokens from what a prompt's samples have said; model: by another.")
+    ] = None,
+    draft_model: Annotated[str | None, typer.Option(help="Of --speculative model.")] = None,
+    speculative_tokens: Annotated[int, typer.Option(help="Guessed at once for one sample, at most.")] = 7,
+    speculative_step_tokens: Annotated[
+        int, typer.Option(help="What a step may grow to by guesses; with so many samples running, none is made.")
+    ] = 16,
     overlap: Annotated[
         bool | None, typer.Option(help="Launch a step before the last one's tokens are read; on a GPU if not given.")
     ] = None,
@@ -61,6 +69,10 @@ def engine(
         "deterministic": deterministic,
         "quantization": quantization,
         "quantize_head": quantize_head,
+        "speculative": speculative,
+        "draft_model": draft_model,
+        "speculative_tokens": speculative_tokens,
+        "speculative_step_tokens": speculative_step_tokens,
         "overlap": overlap,
         "cuda_graphs": cuda_graphs,
         "tensor_parallel_size": tensor_parallel_size,

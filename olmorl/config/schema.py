@@ -116,6 +116,15 @@ class InferenceSection(Section):
     """int8: rollouts with quantised weights and tokens, quantised anew at every update"""
     quantize_head: bool = False
     """the head too: faster, and further from the learner's logprobs"""
+    speculative: Literal["suffix", "model"] | None = None
+    """guess the next tokens and judge several in one step; tokens and logprobs stay what they are. suffix: from what
+    the samples of a prompt have said; model: by draft_model"""
+    draft_model: str | None = Field(None, min_length=1)
+    """folder or hub id of a smaller model with the same vocabulary; it stays as it is while the policy is trained"""
+    speculative_tokens: int = Field(7, ge=1)
+    """guessed at once for one sample, at most"""
+    speculative_step_tokens: int = Field(16, ge=1)
+    """guesses are made while a step has fewer tokens than that, and fill it up: with so many samples running, none"""
     tensor_parallel: int = Field(1, ge=1)
     """devices of one machine that each worker divides its model among"""
     overlap: bool | None = None
