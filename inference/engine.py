@@ -19,10 +19,10 @@ import numpy as np
 import torch
 
 from inference.engine_config import check_config
-from inference.flight import Flight, Verified
+from inference.flight import Flight
 from inference.followers import Followers, device_of
 from inference.gpu_sampling import new_gpu_sampler
-from inference.memory_plan import measured_kv_tokens
+from inference.memory_plan import new_scheduler
 from inference.model.architecture import read_architecture
 from inference.model.load import eos_token_ids, load_decoder, resolve_folder
 from inference.model.sharding import check_divisible
@@ -31,7 +31,7 @@ from inference.prompt_logprobs import record_prompt_logprobs
 from inference.request import Request, Sequence
 from inference.runner import Runner, RunnerConfig
 from inference.sampler import SamplingTable, has_penalty, sample
-from inference.scheduler import Scheduler, StepPlan
+from inference.scheduler import StepPlan
 from inference.speculative.source import new_speculation
 from inference.staged_update import StagedUpdate, model_checksum, stage_tensors
 from inference.stats import CostModel, StatsClock
@@ -76,7 +76,8 @@ class Engine:
         self.version = initial_version
         self.rewriting = False
         """an update is being received into the weights themselves: until it is committed they are of no version"""
-        self.scheduler = self._new_scheduler()
+        self.scheduler = new_scheduler(self.decoder, config, max_model_len=self.max_model_len)
+        self.scheduler.cache.version = self.version
         self.runner = self._new_runner()
         windowed = self.scheduler.num_window_blocks is not None
         self.table = BlockTable(config.max_num_seqs, block_size=config.block_size, windowed=windowed)
@@ -90,13 +91,8 @@ class Engine:
         self._finished: list[Sequence] = []
         """for the next `step` to return"""
         self.clock = StatsClock()
-        self.speculation = new_speculation(
-            config,
-            self.decoder,
-            num_blocks=self.scheduler.allocator.num_blocks,
-            max_model_len=self.max_model_len,
-            totals=self.clock.totals,
-        )
+        blocks = self.scheduler.allocator.num_blocks
+        self.speculation = new_speculation(config, self.decoder, num_blocks=blocks, totals=self.clock.totals)
         self._costs = CostModel(
             replace(self.decoder.arch, num_kv_heads=self.decoder.local.num_kv_heads * config.tensor_parallel_size),
             num_parameters=self.decoder.num_resident_parameters,
@@ -126,27 +122,6 @@ class Engine:
     @property
     def _on_gpu(self) -> bool:
         return self.decoder.device.type == "cuda"
-
-    def _new_scheduler(self) -> Scheduler:
-        config = self.config
-        # The widest window decides for all sliding layers; one that nothing outgrows is no window.
-        window: int | None = max((layer.window or 0 for layer in self.decoder.arch.layers), default=0)
-        window = window if window and window < self.max_model_len else None
-        tokens = config.kv_cache_tokens
-        if tokens is None:
-            tokens = measured_kv_tokens(self.decoder, config, window=window)
-        scheduler = Scheduler(
-            -(-tokens // config.block_size),
-            block_size=config.block_size,
-            max_num_seqs=config.max_num_seqs,
-            max_tokens_per_step=config.max_tokens_per_step,
-            prefix_caching=config.prefix_caching,
-            static=config.batching == "static",
-            window=window,
-            max_draft=config.max_draft,
-        )
-        scheduler.cache.version = self.version
-        return scheduler
 
     # Requests
 
@@ -250,11 +225,10 @@ class Engine:
             self.runner.copy_blocks(plan.copies, plan.window_copies)
             self.speculation.complete(plan, self.table, self.sampling)
             drew = self._compute(plan) if plan.chunks or plan.starts else False
-            waits = not drew or self.speculation.applies(len(self.scheduler.running))
-            self._land(0 if waits else self._depth)
+            self._land(self._depth if drew else 0)
             self._give_up(plan.outgrown)
-            if not self.scheduler.has_work:
-                self._land(0)  # nobody waits for these, all have stopped
+            if not self.scheduler.has_work or self.speculation.applies(len(self.scheduler.running)):
+                self._land(0)  # all have stopped and nobody waits for these, or guesses are about to be made
             self.clock.spend(time.perf_counter() - started, before)
         finished, self._finished = self._finished, []
         return finished
@@ -265,18 +239,12 @@ class Engine:
             landed = self._flights.popleft().land()
             self.clock.totals.output_tokens += landed.num_tokens
             self.clock.totals.slot_steps_used -= landed.num_wasted
-            self._verified(landed.verified)
+            for draft in landed.verified:
+                self.speculation.observe(draft.sequence, draft.drafted, draft.accepted)
+                self.scheduler.computed(draft.sequence, draft.accepted)
+                self.clock.totals.judged(draft.drafted, draft.accepted)
             self._finished += landed.finished
             self._retire(landed.finished)
-
-    def _verified(self, drafts: list[Verified]) -> None:
-        totals = self.clock.totals
-        for draft in drafts:
-            self.speculation.observe(draft.sequence, draft.drafted, draft.accepted)
-            self.scheduler.computed(draft.sequence, draft.accepted)
-            totals.verifications += 1
-            totals.drafted_tokens += draft.drafted
-            totals.accepted_tokens += draft.accepted
 
     def _give_up(self, outgrown: list[Sequence]) -> None:
         given_up = [sequence for sequence in outgrown if sequence.finish_reason is None]

@@ -56,8 +56,8 @@ def _check_draft_model(config: EngineConfig) -> None:
         raise ConfigError("speculative is 'model', but draft_model is None; give the folder or hub id of one")
     if config.tensor_parallel_size > 1:
         raise ConfigError(
-            f"a draft model computes on one device; tensor_parallel_size is {config.tensor_parallel_size}, set it to 1, "
-            "or speculative = 'suffix'"
+            f"a draft model computes on one device; tensor_parallel_size is {config.tensor_parallel_size}, set it to "
+            "1, or speculative = 'suffix'"
         )
     if config.kv_cache_tokens is None:
         raise ConfigError("kv_cache_tokens is None, which leaves no room for the KV of a draft model; give it")

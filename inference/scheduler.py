@@ -177,7 +177,7 @@ class Scheduler:
         plan.num_tokens = self.max_tokens_per_step - budget
 
     def _shorten_draft(self, sequence: Sequence, most: int) -> int:
-        """To `most` tokens, and to the blocks it has where each running sequence could not also take one; its length."""
+        """To `most` tokens, and to the blocks it has where new ones would leave too few for all; its length then."""
         length = max(0, min(len(sequence.draft), most))
         missing = self.kv.count(sequence.num_tokens + length) - len(sequence.blocks)
         if missing > 0 and not self.has_room(missing):

@@ -67,6 +67,12 @@ class EngineStats:
         self.prefill_tokens_computed += prefill
         self.prefill_steps += prefill > 0
 
+    def judged(self, drafted: int, accepted: int) -> None:
+        """A draft, by the draws behind it."""
+        self.verifications += 1
+        self.drafted_tokens += drafted
+        self.accepted_tokens += accepted
+
 
 class CostModel:
     """FLOPs and bytes of a step, from what it really computed."""

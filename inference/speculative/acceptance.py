@@ -6,7 +6,7 @@ rate is too low to draft at all, it creeps back to where it began, so that it is
 
 _BOUNDS = (4, 8, 16)  # of the ranges of match lengths
 _RATE, _WEIGHT = 0.7, 2.0  # what is believed before anything was seen, and how many tokens that counts for
-_KEPT = 0.9  # of earlier outcomes, at each new one
+_KEPT = 0.8  # of earlier outcomes, at each new one
 _RECOVERY = 0.02  # of the way back, at each draft not made
 
 

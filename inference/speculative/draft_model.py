@@ -1,4 +1,4 @@
-"""Drafts by a small model of the same vocabulary, which draws as the large one will: by the same rules, with the same noise.
+"""Drafts by a small model of the same vocabulary, which draws as the large one will: with the same rules and noise.
 
 With one noise for both, the two draws are equal with sum over x of 1 / (sum over y of max(p(y)/p(x), q(y)/q(x))), which
 is 1 where q = p and nearly the sum of min(p, q) elsewhere; what the large model draws does not depend on it.
@@ -120,7 +120,10 @@ class DraftModel(Speculation):
 
     def _run(self, chunks: list[Chunk], table: BlockTable) -> torch.Tensor:
         """[T, M], and what the chunks computed is counted as there."""
-        tokens, positions, rows, ends = [], [], [], []
+        tokens: list[int] = []
+        positions: list[int] = []
+        rows: list[int] = []
+        ends: list[int] = []
         for sequence, start, count in chunks:
             ahead = start - len(sequence.token_ids)
             known = sequence.token_ids[start : start + count] if ahead < 0 else sequence.draft[ahead : ahead + count]

@@ -12,9 +12,7 @@ from olmorl.contract.errors import ConfigError
 from olmorl.contract.generation import EngineConfig
 
 
-def new_speculation(
-    config: EngineConfig, target: Decoder, *, num_blocks: int, max_model_len: int, totals: EngineStats
-) -> Speculation:
+def new_speculation(config: EngineConfig, target: Decoder, *, num_blocks: int, totals: EngineStats) -> Speculation:
     """`num_blocks`: of the target's KV pool. What a draft model computes is counted in `totals` too."""
     limits = {"max_draft": config.max_draft, "step_tokens": config.speculative_step_tokens}
     if config.speculative is None:
@@ -26,7 +24,7 @@ def new_speculation(
         resolve_folder(config.draft_model),
         dtype=config.dtype,
         device=str(target.device),
-        max_model_len=max_model_len,
+        max_model_len=config.max_model_len or target.arch.max_positions,
         kernels=config.kernels,
     )
     if decoder.arch.vocab_size != target.arch.vocab_size:

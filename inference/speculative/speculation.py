@@ -43,7 +43,9 @@ class Speculation:
         """`request` joins the engine; only what is opened gets drafts."""
 
     def close(self, request: Request) -> None:
-        """All samples of `request`, which was opened, are finished."""
+        """All samples of `request`, which was opened, are finished; whoever keeps them keeps nothing else."""
+        for sequence in request.sequences:
+            sequence.drafting = None
 
     def draft(self, sequence: Sequence, most: int) -> list[int]:
         """At most `most` tokens, or as many zeros that `complete` replaces."""

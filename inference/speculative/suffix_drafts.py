@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from inference.request import Request, Sequence
 from inference.speculative.acceptance import Acceptance
 from inference.speculative.speculation import Speculation
-from inference.speculative.suffix_index import SuffixIndex
+from inference.speculative.suffix_index import MOST_TOKENS, SuffixIndex
 
 _LEAST = 0.2  # probability below which a guess is not worth its place in a step
-_KEPT_TOKENS = 1 << 17  # of prompts that nobody works on; one takes about 250 bytes in an index
+_KEPT_TOKENS = 1 << 17  # in the indices of prompts that nobody works on
 
 
 @dataclass(slots=True)
@@ -41,16 +41,19 @@ class SuffixDrafts(Speculation):
     def open(self, request: Request) -> None:
         texts = self._texts.setdefault(_key(request), _PromptTexts())
         texts.open_requests += 1
+        if texts.index.num_indexed >= MOST_TOKENS:  # a prompt that is asked again and again
+            texts.index = SuffixIndex()
         for sequence in request.sequences:
             sequence.drafting = _Drafting(texts.index, texts.index.add(sequence.token_ids))
 
     def close(self, request: Request) -> None:
         """Its texts stay for a while."""
+        super().close(request)
         key = _key(request)
         texts = self._texts.pop(key)
         texts.open_requests -= 1
         self._texts[key] = texts
-        idle = [(k, t.index.num_tokens) for k, t in self._texts.items() if not t.open_requests]
+        idle = [(k, t.index.num_indexed) for k, t in self._texts.items() if not t.open_requests]
         kept = sum(tokens for _, tokens in idle)
         for key, tokens in idle:
             if kept <= _KEPT_TOKENS:

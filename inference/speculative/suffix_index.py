@@ -1,13 +1,14 @@
 """Where the end of a text stood before, in itself or in other answers to the same prompt, and what came then.
 
 Like the match finder of a Lempel-Ziv coder: the last `ORDER` tokens lead to the latest place where they stood, every
-place to the one before it, and of a few such places the one with the longest match is taken. A token costs one entry.
-No torch here.
+place to the one before it, and of a few such places the one with the longest match is taken. A token costs one entry,
+about 250 bytes. No torch here.
 """
 
 ORDER = 3
 _CANDIDATES = 16
 _LONGEST = 32  # tokens, beyond which a match is no better
+MOST_TOKENS = 1 << 17  # with as many in the index, texts get into it only when they themselves are asked for
 
 Place = tuple[int, int]
 """a text, and the index of a token of it"""
@@ -21,6 +22,7 @@ class SuffixIndex:
         """by the `ORDER` tokens before it"""
         self._earlier: list[list[Place | None]] = []
         """of each text, from its token `ORDER` on: the place before it with the same tokens before"""
+        self.num_indexed = 0
 
     def add(self, text: list[int]) -> int:
         """The number of a text."""
@@ -28,19 +30,17 @@ class SuffixIndex:
         self._earlier.append([])
         return len(self.texts) - 1
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(map(len, self.texts))
-
     def continuation(self, number: int, most: int) -> tuple[list[int], int]:
         """At most `most` tokens that may follow a text, and the length of the match that says so; none: [], 0."""
-        self._catch_up()
+        self._catch_up(number)
         text = self.texts[number]
         end = len(text)
         if end < ORDER:
             return [], 0
         best, longest = None, 0
-        place = self._earlier[number][end - ORDER]
+        place = self._latest.get(tuple(text[end - ORDER :]))
+        if place == (number, end):
+            place = self._earlier[number][end - ORDER]
         for _ in range(_CANDIDATES):
             if place is None:
                 break
@@ -60,13 +60,17 @@ class SuffixIndex:
                 following += following[: most - len(following)]
         return following, longest
 
-    def _catch_up(self) -> None:
+    def _catch_up(self, asked: int) -> None:
         latest = self._latest
         for number, (text, earlier) in enumerate(zip(self.texts, self._earlier, strict=True)):
-            for at in range(ORDER + len(earlier), len(text) + 1):
+            if number != asked and self.num_indexed >= MOST_TOKENS:
+                continue
+            begin = ORDER + len(earlier)
+            for at in range(begin, len(text) + 1):
                 key = tuple(text[at - ORDER : at])
                 earlier.append(latest.get(key))
                 latest[key] = number, at
+            self.num_indexed += max(0, len(text) + 1 - begin)
 
 
 def _match(source: list[int], at: int, text: list[int]) -> int:

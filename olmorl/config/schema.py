@@ -144,6 +144,18 @@ class InferenceSection(Section):
             raise ValueError(f"max_workers = {self.max_workers} is below workers = {self.workers}")
         return self
 
+    @model_validator(mode="after")
+    def _draft_model_has_its_place(self) -> "InferenceSection":
+        if (self.draft_model is not None) != (self.speculative == "model"):
+            raise ValueError("draft_model and speculative = 'model' go together: give both, or none")
+        if self.draft_model is not None and (self.tensor_parallel > 1 or self.kv_cache_tokens == "auto"):
+            raise ValueError(
+                f"a draft model computes on one device beside a KV cache of a given size; tensor_parallel is "
+                f"{self.tensor_parallel}, kv_cache_tokens is {self.kv_cache_tokens!r}; set 1 and a number, or "
+                "speculative = 'suffix'"
+            )
+        return self
+
 
 class LearnerSection(Section):
     workers: int = Field(1, ge=1)

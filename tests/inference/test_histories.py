@@ -148,7 +148,7 @@ def test_random_histories(make_policy: MakePolicy, history: list[Event], options
     History(make_policy(**options)).play(history)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(events, options, st.sampled_from([1, 3, 6]))
 def test_random_histories_with_drafts(
     make_policy: MakePolicy, history: list[Event], options: Any, max_draft: int
