@@ -62,6 +62,14 @@ def test_static_wastes_the_slots_of_short_samples(model: str, tmp_path: Path) ->
     assert out["slot_waste"] == pytest.approx(1 - 16 / 36)
 
 
+def test_with_guesses_the_same_tokens_take_fewer_steps(model: str, tmp_path: Path) -> None:
+    """The model is a fair guess at itself: one seed a group, so that both draw the same."""
+    out = bench(model, tmp_path, "--speculative", "model", "--draft-model", model, "--speculative-tokens", "3")
+    assert out["output_tokens"] == 16 and out["steps"] < 9
+    assert out["draft_acceptance"] == 1 and 1 < out["tokens_per_verification"] <= 4
+    assert out["drafted_tokens"] == out["accepted_tokens"] > 0
+
+
 def test_a_bad_load_is_a_config_error(tmp_path: Path) -> None:
     path = tmp_path / "load.json"
     bad = [None, [], {}, [{"prompt": [1], "max_tokens": 2}], [LOAD[0], LOAD[3] | {"group": 0}]]
