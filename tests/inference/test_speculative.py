@@ -20,6 +20,7 @@ from transformers import Olmo2Config, Olmo2ForCausalLM, Olmo3Config, Olmo3ForCau
 from inference import LLM, SamplingParams
 from inference.llm import RequestOutput
 from inference.model.architecture import read_architecture
+from inference.replay import replay_schedule
 from inference.request import Sequence
 from inference.speculative.acceptance import Acceptance
 from inference.speculative.draft_model import DraftModel
@@ -370,6 +371,14 @@ def test_a_step_ahead_where_nothing_is_guessed(model_folder: str, overlap: bool)
     assert found[0] == found[1]
     assert all(flights == int(overlap and running >= 5) for running, flights in ahead if running)
     assert {running >= 5 for running, _ in ahead} == {True, False} and drafted.stats()["accepted_tokens"] > 0
+
+
+def test_a_recorded_schedule_comes_out_the_same(model_folder: str, tmp_path: Path) -> None:
+    llm = LLM(model_folder, threads=1, speculative="suffix", schedule_dir=str(tmp_path))
+    for seed in (1, 1, 2):
+        llm.generate(PROMPTS[:2], SamplingParams(n=2, max_tokens=20, seed=seed))
+    report = replay_schedule(tmp_path / "llm.jsonl")
+    assert report.divergence is None and report.steps == llm.stats()["steps"] and llm.stats()["accepted_tokens"] > 0
 
 
 # Where drafts come from, and how long they are
