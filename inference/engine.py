@@ -1,7 +1,8 @@
 """The loop of the engine as a library: schedule, run, sample, stop, once for each `step()`.
 
 With `overlap` a step is launched before the tokens of the last one are read (`inference.flight`). Whatever looks at
-sequences from outside, or changes weights, first waits for what is in flight.
+sequences from outside, or changes weights, first waits for what is in flight; so do guesses at what comes next
+(`inference.speculative`).
 
 Single-threaded on purpose: whatever happens between two steps (weights, scores, aborts) is a plain method call, so a
 torn weight or a half-built batch cannot exist.
@@ -21,7 +22,7 @@ from inference.engine_config import check_config
 from inference.flight import Flight
 from inference.followers import Followers, device_of
 from inference.gpu_sampling import new_gpu_sampler
-from inference.memory_plan import measured_kv_tokens
+from inference.memory_plan import new_scheduler
 from inference.model.architecture import read_architecture
 from inference.model.load import eos_token_ids, load_decoder, resolve_folder
 from inference.model.sharding import check_divisible
@@ -29,8 +30,9 @@ from inference.model.tensor_parallel import ALONE
 from inference.prompt_logprobs import record_prompt_logprobs
 from inference.request import Request, Sequence
 from inference.runner import Runner, RunnerConfig
-from inference.sampler import SamplingTable, sample
-from inference.scheduler import Scheduler, StepPlan
+from inference.sampler import SamplingTable, has_penalty, sample
+from inference.scheduler import StepPlan
+from inference.speculative.source import new_speculation
 from inference.staged_update import StagedUpdate, model_checksum, stage_tensors
 from inference.stats import CostModel, StatsClock
 from inference.step_batch import BlockTable
@@ -74,7 +76,8 @@ class Engine:
         self.version = initial_version
         self.rewriting = False
         """an update is being received into the weights themselves: until it is committed they are of no version"""
-        self.scheduler = self._new_scheduler()
+        self.scheduler = new_scheduler(self.decoder, config, max_model_len=self.max_model_len)
+        self.scheduler.cache.version = self.version
         self.runner = self._new_runner()
         windowed = self.scheduler.num_window_blocks is not None
         self.table = BlockTable(config.max_num_seqs, block_size=config.block_size, windowed=windowed)
@@ -88,6 +91,8 @@ class Engine:
         self._finished: list[Sequence] = []
         """for the next `step` to return"""
         self.clock = StatsClock()
+        blocks = self.scheduler.allocator.num_blocks
+        self.speculation = new_speculation(config, self.decoder, num_blocks=blocks, totals=self.clock.totals)
         self._costs = CostModel(
             replace(self.decoder.arch, num_kv_heads=self.decoder.local.num_kv_heads * config.tensor_parallel_size),
             num_parameters=self.decoder.num_resident_parameters,
@@ -117,26 +122,6 @@ class Engine:
     @property
     def _on_gpu(self) -> bool:
         return self.decoder.device.type == "cuda"
-
-    def _new_scheduler(self) -> Scheduler:
-        config = self.config
-        # The widest window decides for all sliding layers; one that nothing outgrows is no window.
-        window: int | None = max((layer.window or 0 for layer in self.decoder.arch.layers), default=0)
-        window = window if window and window < self.max_model_len else None
-        tokens = config.kv_cache_tokens
-        if tokens is None:
-            tokens = measured_kv_tokens(self.decoder, config, window=window)
-        scheduler = Scheduler(
-            -(-tokens // config.block_size),
-            block_size=config.block_size,
-            max_num_seqs=config.max_num_seqs,
-            max_tokens_per_step=config.max_tokens_per_step,
-            prefix_caching=config.prefix_caching,
-            static=config.batching == "static",
-            window=window,
-        )
-        scheduler.cache.version = self.version
-        return scheduler
 
     # Requests
 
@@ -204,6 +189,9 @@ class Engine:
                 sequence.stop_matcher = StopMatcher(params.stop, self.tokenizer, num_prompt=len(prompt))
         self.requests[request_id] = request
         self.scheduler.add(request)
+        # Where the device counts tokens for penalties, it counts what it draws: nothing may be drawn in vain there.
+        if self.gpu_sampler is None or not has_penalty(params):
+            self.speculation.open(request)
         return request
 
     def abort(self, request_id: str) -> list[Sequence]:
@@ -229,16 +217,18 @@ class Engine:
         if self.scheduler.has_work:
             assert not self.rewriting, "a step was asked for while the weights are being rewritten"
             self.clock.begin_step()
+            self.speculation.propose(self.scheduler.running)
             plan = self.scheduler.schedule()
             self.table.update(entered=plan.entered, grown=plan.grown)
             for sequence in plan.entered:
                 self.sampling.set(sequence)
             self.runner.copy_blocks(plan.copies, plan.window_copies)
+            self.speculation.complete(plan, self.table, self.sampling)
             drew = self._compute(plan) if plan.chunks or plan.starts else False
             self._land(self._depth if drew else 0)
             self._give_up(plan.outgrown)
-            if not self.scheduler.has_work:
-                self._land(0)  # nobody waits for these, all have stopped
+            if not self.scheduler.has_work or self.speculation.applies(len(self.scheduler.running)):
+                self._land(0)  # all have stopped and nobody waits for these, or guesses are about to be made
             self.clock.end_step()
         finished, self._finished = self._finished, []
         return finished
@@ -249,6 +239,10 @@ class Engine:
             landed = self._flights.popleft().land()
             self.clock.totals.output_tokens += landed.num_tokens
             self.clock.totals.slot_steps_used -= landed.num_wasted
+            for draft in landed.verified:
+                self.speculation.observe(draft.sequence, draft.drafted, draft.accepted)
+                self.scheduler.computed(draft.sequence, draft.accepted)
+                self.clock.totals.judged(draft.drafted, draft.accepted)
             self._finished += landed.finished
             self._retire(landed.finished)
 
@@ -277,22 +271,24 @@ class Engine:
             record_prompt_logprobs(plan, hidden, self.runner)
         drawing, logits = self._logits(plan, hidden)
         for sequence, count in plan.chunks:
-            self.scheduler.computed(sequence, count)
+            self.scheduler.computed(sequence, count - len(sequence.draft))
         if drawing:
             sampled = sample(logits, self.sampling.batch(drawing, drawn_ids), self.decoder.team, self.gpu_sampler)
             self._flights.append(Flight(drawing, sampled, self.version))
         return bool(drawing)
 
     def _logits(self, plan: StepPlan, hidden: torch.Tensor | None) -> tuple[list[Sequence], torch.Tensor]:
-        """The sequences that draw a token in this step, and a row of logits for each."""
+        """The sequences that draw in this step; a row of logits for each, and for each token of its draft."""
         drawing: list[Sequence] = []
         last_tokens: list[int] = []
+        rows: list[int] = []
         end = 0
         for sequence, count in plan.chunks:
             end += count
-            if sequence.num_computed + count == sequence.num_tokens:
+            if sequence.num_computed + count == sequence.num_tokens + len(sequence.draft):
                 drawing.append(sequence)
                 last_tokens.append(end - 1)
+                rows += range(end - 1 - len(sequence.draft), end)
         if not drawing and not plan.starts:
             return drawing, torch.empty(0)
         prompts = [prompt for _, prompt in plan.starts]
@@ -301,7 +297,7 @@ class Engine:
             if prompt.hidden is None and hidden is not None and prompt.leader in drawing:
                 prompt.hidden = hidden[last_tokens[drawing.index(prompt.leader)]].clone()
         kept = [prompt.hidden for _, prompt in plan.starts]
-        return drawing + [sequence for sequence, _ in plan.starts], self.runner.logits(hidden, last_tokens, kept)
+        return drawing + [sequence for sequence, _ in plan.starts], self.runner.logits(hidden, rows, kept)
 
     def _retire(self, finished: list[Sequence]) -> None:
         if not finished:
@@ -313,7 +309,9 @@ class Engine:
             self.clock.totals.finished += 1
             self.clock.totals.errors += sequence.error is not None
             if sequence.request.finished:
-                self.requests.pop(sequence.request.request_id, None)
+                known = self.requests.pop(sequence.request.request_id, None)
+                if known is not None and sequence.drafting is not None:
+                    self.speculation.close(known)
 
     # Between two steps
 

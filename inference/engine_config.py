@@ -5,13 +5,14 @@ from typing import get_args
 import torch
 
 from olmorl.contract.errors import ConfigError
-from olmorl.contract.generation import EngineConfig, Kernels, Quantization
+from olmorl.contract.generation import EngineConfig, Kernels, Quantization, Speculative
 
 
 def check_config(config: EngineConfig) -> None:
     """Raises ConfigError naming option, value and range."""
     counts = ("max_num_seqs", "kv_cache_tokens", "block_size", "max_tokens_per_step", "tensor_parallel_size")
-    for name in (*counts, "max_model_len"):
+    speculative = ("speculative_tokens", "speculative_step_tokens")
+    for name in (*counts, *speculative, "max_model_len"):
         value, least = getattr(config, name), 2 if name == "max_model_len" else 1
         if value is None and name in ("max_model_len", "kv_cache_tokens"):
             continue
@@ -23,8 +24,10 @@ def check_config(config: EngineConfig) -> None:
         raise ConfigError(f"batching is {config.batching!r}; it must be 'continuous' or 'static'")
     if config.kernels not in get_args(Kernels):
         raise ConfigError(f"kernels is {config.kernels!r}; it must be one of {', '.join(get_args(Kernels))}")
-    if config.speculative is not None:
-        raise ConfigError(f"speculative is {config.speculative!r}; this engine offers None alone")
+    if config.speculative not in (None, *get_args(Speculative)):
+        offered = ", ".join(map(repr, get_args(Speculative)))
+        raise ConfigError(f"speculative is {config.speculative!r}; it must be None or one of {offered}")
+    _check_draft_model(config)
     _check_quantization(config)
     if config.deterministic and config.tensor_parallel_size > 1:
         raise ConfigError(
@@ -42,6 +45,22 @@ def check_config(config: EngineConfig) -> None:
             f"tensor_parallel_size is {config.tensor_parallel_size}, but this process sees "
             f"{torch.cuda.device_count()} GPUs"
         )
+
+
+def _check_draft_model(config: EngineConfig) -> None:
+    if config.speculative != "model":
+        if config.draft_model is not None:
+            raise ConfigError(f"draft_model is set, but speculative is {config.speculative!r}; set it to 'model'")
+        return
+    if config.draft_model is None:
+        raise ConfigError("speculative is 'model', but draft_model is None; give the folder or hub id of one")
+    if config.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"a draft model computes on one device; tensor_parallel_size is {config.tensor_parallel_size}, set it to "
+            "1, or speculative = 'suffix'"
+        )
+    if config.kv_cache_tokens is None:
+        raise ConfigError("kv_cache_tokens is None, which leaves no room for the KV of a draft model; give it")
 
 
 def _check_quantization(config: EngineConfig) -> None:

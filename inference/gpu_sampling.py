@@ -59,7 +59,7 @@ class GpuSampler:
         rows, vocab_size = logits_RV.shape
         truncated = bool(batch.truncated_R.any())
         penalties_R3 = np.full((rows, 3), _NO_PENALTY, np.float32)
-        for row, sequence in batch.penalized:
+        for row, sequence, _ in batch.penalized:
             params = sequence.request.params
             penalties_R3[row] = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
         limited_R = batch.truncated_R

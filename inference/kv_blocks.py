@@ -121,8 +121,17 @@ class KVBlocks:
 
 
 def window_pool_blocks(
-    window: int, *, block_size: int, num_blocks: int, max_num_seqs: int, max_tokens_per_step: int
+    window: int,
+    *,
+    block_size: int,
+    num_blocks: int,
+    max_num_seqs: int,
+    max_tokens_per_step: int,
+    max_draft: int = 0,
 ) -> int:
-    """Enough for the window and the chunk of every running sequence, and never more than the full pool has."""
-    per_sequence = -(-(window - 1) // block_size) + 2
+    """Enough for the window and the chunk of every running sequence, and never more than the full pool has.
+
+    Blocks taken for a draft stay with the sequence when it is refused.
+    """
+    per_sequence = -(-(window - 1) // block_size) + 2 + -(-max_draft // block_size)
     return min(num_blocks, max_num_seqs * per_sequence + -(-max_tokens_per_step // block_size))

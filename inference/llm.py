@@ -158,6 +158,10 @@ class LLM:
         """Between two steps, in place. All or nothing: WeightUpdateError leaves the old weights serving."""
         self.engine.update_weights(named_tensors, version, kv=kv)
 
+    def update_draft_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Of the draft model, between two steps, in place, all or nothing. No token depends on them."""
+        self.engine.speculation.update_weights(named_tensors)
+
     def weights_checksum(self) -> str:
         return self.engine.weights_checksum()
 

@@ -1,4 +1,4 @@
-"""How many tokens of KV a GPU has room for: what is left of its memory beside the model and the largest step.
+"""How many tokens of KV there is room for: as configured, or what a GPU has left beside the model and the largest step.
 
 Suffixes: none; sizes are bytes, unless they are said to be blocks or tokens.
 """
@@ -12,9 +12,30 @@ from inference.model.architecture import Architecture
 from inference.model.decoder import Decoder
 from inference.model.kv_pools import KVPools
 from inference.sampler import SamplingBatch, sample
+from inference.scheduler import Scheduler
 from inference.step_batch import dense_batch
 from olmorl.contract.errors import ConfigError
 from olmorl.contract.generation import EngineConfig
+
+
+def new_scheduler(decoder: Decoder, config: EngineConfig, *, max_model_len: int) -> Scheduler:
+    """One over so many blocks of KV as the config says or the GPU has room for."""
+    # The widest window decides for all sliding layers; one that nothing outgrows is no window.
+    window: int | None = max((layer.window or 0 for layer in decoder.arch.layers), default=0)
+    window = window if window and window < max_model_len else None
+    tokens = config.kv_cache_tokens
+    if tokens is None:
+        tokens = measured_kv_tokens(decoder, config, window=window)
+    return Scheduler(
+        -(-tokens // config.block_size),
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_tokens_per_step=config.max_tokens_per_step,
+        prefix_caching=config.prefix_caching,
+        static=config.batching == "static",
+        window=window,
+        max_draft=config.max_draft,
+    )
 
 
 def measured_kv_tokens(decoder: Decoder, config: EngineConfig, *, window: int | None) -> int:
@@ -66,6 +87,7 @@ def blocks_that_fit(
                 num_blocks=blocks,
                 max_num_seqs=config.max_num_seqs,
                 max_tokens_per_step=config.max_tokens_per_step,
+                max_draft=config.max_draft,
             )
         return block_bytes * ((len(arch.layers) - sliding) * blocks + sliding * window_blocks)
 

@@ -24,14 +24,15 @@ class PenaltyCounts:
         """by slot: whose tokens its row counts, and how many of them"""
 
     def rows(
-        self, penalized: list[tuple[int, Sequence]], num_rows: int, drawn_ids: torch.Tensor | None = None
+        self, penalized: list[tuple[int, Sequence, int]], num_rows: int, drawn_ids: torch.Tensor | None = None
     ) -> np.ndarray:
         """[R] int32: where each row of a step is counted, -1 without penalty. One more token is expected of each.
 
         `drawn_ids`, on the device, hold the tokens that are in flight.
         """
         rows_R = np.full(num_rows, -1, np.int32)
-        for row, sequence in penalized:
+        for row, sequence, ahead in penalized:
+            assert ahead == 0, "a draw is counted at once: behind a draft nothing may be drawn"
             rows_R[row] = index = self._row(sequence.row)
             known, count = self._counted.get(sequence.row, (None, 0))
             if known is not sequence or count > sequence.num_tokens:

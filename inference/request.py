@@ -37,6 +37,10 @@ class Sequence:
     """tokens behind `token_ids` that are drawn, but whose ids only the device knows yet"""
     drawn_row: int = -1
     """where among the ids of the newest draw that token is"""
+    draft: list[int] = field(default_factory=list)
+    """guesses at the tokens that come next, which this step computes and judges; empty between steps"""
+    drafting: Any = None
+    """what `inference.speculative` knows of this sample"""
     row: int = -1
     """slot of the batch while running, else -1"""
     order: int = 0

@@ -36,8 +36,8 @@ class SamplingBatch:
     top_p_R: np.ndarray
     min_p_R: np.ndarray
     words_R2: np.ndarray  # int64, from noise.row_words
-    penalized: list[tuple[int, Sequence]] = field(default_factory=list)
-    """rows with a penalty"""
+    penalized: list[tuple[int, Sequence, int]] = field(default_factory=list)
+    """rows with a penalty, and how many tokens of the sequence's draft stand before them"""
     masked: list[tuple[int, list[int]]] = field(default_factory=list)
     """rows that must not draw some ids yet (min_tokens)"""
     num_top_R: list[tuple[int, int, bool]] = field(default_factory=list)
@@ -57,7 +57,7 @@ class SamplingBatch:
     def ruled_rows(self) -> np.ndarray:
         """The rows that more than temperature applies to, ascending."""
         ruled_R = self.truncated_R
-        ruled_R[[row for row, _ in self.penalized]] = True
+        ruled_R[[row for row, *_ in self.penalized]] = True
         ruled_R[[row for row, _ in self.masked]] = True
         return np.flatnonzero(ruled_R)
 
@@ -69,7 +69,7 @@ class SamplingBatch:
             self.top_p_R[rows_S],
             self.min_p_R[rows_S],
             self.words_R2[rows_S],
-            [(place[row], sequence) for row, sequence in self.penalized],
+            [(place[row], sequence, ahead) for row, sequence, ahead in self.penalized],
             [(place[row], ids) for row, ids in self.masked],
             drawn_ids=self.drawn_ids,
         )
@@ -118,11 +118,15 @@ class SamplingTable:
         self.top_p[row] = params.top_p
         self.min_p[row] = params.min_p
         self.keys[row] = noise.sequence_key(sequence.request.noise_key, sequence.sample_index)
-        self.special[row] = _has_penalty(params) or params.min_tokens > 0 or params.logprobs > 0
+        self.special[row] = has_penalty(params) or params.min_tokens > 0 or params.logprobs > 0
 
-    def batch(self, sequences: list[Sequence], drawn_ids: torch.Tensor | None = None) -> SamplingBatch:
-        rows = np.array([s.row for s in sequences], np.int64)
-        positions = np.array([s.num_tokens - s.num_prompt for s in sequences], np.int64)
+    def batch(
+        self, sequences: list[Sequence], drawn_ids: torch.Tensor | None = None, *, behind_drafts: bool = False
+    ) -> SamplingBatch:
+        """A row for the next token of each sequence, and one more behind each token of its draft; or only the last."""
+        drawn = [(s, n) for s in sequences for n in range(len(s.draft) if behind_drafts else 0, 1 + len(s.draft))]
+        rows = np.array([s.row for s, _ in drawn], np.int64)
+        positions = np.array([s.num_tokens - s.num_prompt + ahead for s, ahead in drawn], np.int64)
         batch = SamplingBatch(
             self.temperatures[rows],
             self.top_k[rows],
@@ -132,10 +136,10 @@ class SamplingTable:
             drawn_ids=drawn_ids,
         )
         for index in np.flatnonzero(self.special[rows]).tolist():
-            sequence = sequences[index]
+            sequence, ahead = drawn[index]
             params = sequence.request.params
-            if _has_penalty(params):
-                batch.penalized.append((index, sequence))
+            if has_penalty(params):
+                batch.penalized.append((index, sequence, ahead))
             if positions[index] < params.min_tokens and sequence.request.stop_ids:
                 batch.masked.append((index, sorted(sequence.request.stop_ids)))
             if params.logprobs:
@@ -147,7 +151,7 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
-def _has_penalty(params: SamplingParams) -> bool:
+def has_penalty(params: SamplingParams) -> bool:
     return params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
 
 
@@ -260,8 +264,8 @@ def process(logits_RV: torch.Tensor, batch: SamplingBatch, team: "Team | None" =
     if not (scaled or truncated or batch.penalized or batch.masked):
         return logits_RV
     x_RV = logits_RV.clone()
-    for row, sequence in batch.penalized:
-        history_T = on_device(np.array(sequence.token_ids, np.int64), x_RV.device)
+    for row, sequence, ahead in batch.penalized:
+        history_T = on_device(np.array(sequence.token_ids + sequence.draft[:ahead], np.int64), x_RV.device)
         if sequence.in_flight:
             assert batch.drawn_ids is not None
             history_T = torch.cat([history_T, batch.drawn_ids[sequence.drawn_row, None]])

@@ -2,7 +2,8 @@
 
 There are no prefill and decode phases: every running sequence asks for `num_tokens - num_computed` tokens out of one
 budget, then waiting requests do. When blocks run out, the newest sequence gives its own back and is recomputed later.
-The prompt of a request is computed once; its other samples begin from the shared blocks.
+The prompt of a request is computed once; its other samples begin from the shared blocks. What somebody guesses to come
+next (`Sequence.draft`) is computed too, as far as nobody else needs the tokens or the blocks.
 
 Where tokens are read one step late (`Sequence.in_flight`), a step is planned before those of the last one are known:
 whoever may still run on does. One that turns out to have stopped has used a slot for nothing, and that is all.
@@ -55,8 +56,9 @@ class Scheduler:
         prefix_caching: bool,
         static: bool = False,
         window: int | None = None,
+        max_draft: int = 0,
     ) -> None:
-        """`window`: what sliding layers see, if the model has such layers."""
+        """`window`: what sliding layers see, if the model has such layers. `max_draft`: tokens of a draft."""
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
         self.max_tokens_per_step = max_tokens_per_step
@@ -70,6 +72,7 @@ class Scheduler:
                 num_blocks=num_blocks,
                 max_num_seqs=max_num_seqs,
                 max_tokens_per_step=max_tokens_per_step,
+                max_draft=max_draft,
             )
         self.kv = KVBlocks(
             num_blocks, block_size=block_size, window=window, num_window_blocks=self.num_window_blocks or 0
@@ -157,11 +160,15 @@ class Scheduler:
 
     def _continue_running(self, plan: StepPlan) -> None:
         budget = self.max_tokens_per_step
+        drafts = any(sequence.draft for sequence in self.running)
+        spare = budget - sum(s.num_tokens - s.num_computed for s in self.running) if drafts else 0
         index = 0
         while index < len(self.running) and budget:
             sequence = self.running[index]
             computed = sequence.num_computed
-            count = min(sequence.num_tokens - computed, budget)
+            if sequence.draft:
+                spare -= self._shorten_draft(sequence, spare)
+            count = min(sequence.num_tokens - computed + len(sequence.draft), budget)
             ends = sequence.num_tokens >= sequence.max_tokens  # its last token is in flight
             if not ends and (self.kv.fits(sequence, computed + count) or self._grow(sequence, computed + count, plan)):
                 self._compute(sequence, count, plan)
@@ -170,6 +177,15 @@ class Scheduler:
                     self._lead(sequence, computed + count)
             index += 1
         plan.num_tokens = self.max_tokens_per_step - budget
+
+    def _shorten_draft(self, sequence: Sequence, most: int) -> int:
+        """To `most` tokens, and to the blocks it has where new ones would leave too few for all; its length then."""
+        length = max(0, min(len(sequence.draft), most))
+        missing = self.kv.count(sequence.num_tokens + length) - len(sequence.blocks)
+        if missing > 0 and not self.has_room(missing):
+            length = max(0, min(length, len(sequence.blocks) * self.block_size - sequence.num_tokens))
+        del sequence.draft[length:]
+        return length
 
     def _grow(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> bool:
         """Blocks to write up to `num_tokens`, preempting others if needed. False: `sequence` itself had to go."""
@@ -190,6 +206,7 @@ class Scheduler:
         request = sequence.request
         self.free_rows.append(sequence.row)
         sequence.row = -1
+        sequence.draft = []
         self.kv.release(sequence)
         if request.leader is sequence:
             request.leader = None

@@ -39,6 +39,10 @@ class EngineStats:
     live_batch_sum: int = 0
     """running sequences, summed over steps"""
     preemptions: int = 0
+    verifications: int = 0
+    """drafts that were judged; each gave one token more than were accepted of it, unless the sample ended"""
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     flops: float = 0.0
     bytes: float = 0.0
     updates: int = 0
@@ -63,6 +67,12 @@ class EngineStats:
                 self.recomputed_tokens += min(count, missing - 1)
         self.prefill_tokens_computed += prefill
         self.prefill_steps += prefill > 0
+
+    def judged(self, drafted: int, accepted: int) -> None:
+        """A draft, by the draws behind it."""
+        self.verifications += 1
+        self.drafted_tokens += drafted
+        self.accepted_tokens += accepted
 
 
 class CostModel:

@@ -84,6 +84,7 @@ class BlockTable:
                 rows.append(sequence.row)
             else:
                 tokens += sequence.token_ids[start : start + count]
+                tokens += sequence.draft
                 positions += range(start, start + count)
                 rows += [sequence.row] * count
             ends.append(len(tokens))

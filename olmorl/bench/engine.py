@@ -88,6 +88,11 @@ def bench_engine(model: str, workload: Path, options: Mapping[str, Any]) -> dict
         "peak_source": peak.source,
         "preemptions": int(total["preemptions"]),
     }
+    if options.get("speculative") is not None:
+        result["drafted_tokens"] = int(total["drafted_tokens"])
+        result["accepted_tokens"] = int(total["accepted_tokens"])
+        result["draft_acceptance"] = total["accepted_tokens"] / max(total["drafted_tokens"], 1)
+        result["tokens_per_verification"] = 1 + total["accepted_tokens"] / max(total["verifications"], 1)
     for name, spent in (("decode", decode), ("prefill", prefill)):
         busy = spent.seconds or float("inf")
         result[f"{name}_steps"] = spent.steps

@@ -32,7 +32,7 @@ def bench_engine(
 
     figures = measure(model, workload, engine)
     if published:
-        figures |= as_reported(figures["tokens_per_second"], devices=tensor_parallel_size)
+        figures |= as_reported(figures["tokens_per_second"], devices=engine["tensor_parallel_size"])
     _report(figures, json_file)
 
 

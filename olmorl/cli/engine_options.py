@@ -34,6 +34,14 @@ def _options(
     quantize_head: Annotated[
         bool, typer.Option("--quantize-head", help="The head in the precision of --quantization too.")
     ] = False,
+    speculative: Annotated[
+        str | None, typer.Option(help="suffix: guess tokens from what a prompt's samples have said; model: by another.")
+    ] = None,
+    draft_model: Annotated[str | None, typer.Option(help="Of --speculative model.")] = None,
+    speculative_tokens: Annotated[int, typer.Option(help="Guessed at once for one sample, at most.")] = 7,
+    speculative_step_tokens: Annotated[
+        int, typer.Option(help="What a step may grow to by guesses; with so many samples running, none is made.")
+    ] = 16,
     overlap: Annotated[
         bool | None, typer.Option(help="Launch a step before the last one's tokens are read; on a GPU if not given.")
     ] = None,

@@ -116,6 +116,15 @@ class InferenceSection(Section):
     """int8: rollouts with quantised weights and tokens, quantised anew at every update"""
     quantize_head: bool = False
     """the head too: faster, and further from the learner's logprobs"""
+    speculative: Literal["suffix", "model"] | None = None
+    """guess the next tokens and judge several in one step; tokens and logprobs stay what they are. suffix: from what
+    the samples of a prompt have said; model: by draft_model"""
+    draft_model: str | None = Field(None, min_length=1)
+    """folder or hub id of a smaller model with the same vocabulary; it stays as it is while the policy is trained"""
+    speculative_tokens: int = Field(7, ge=1)
+    """guessed at once for one sample, at most"""
+    speculative_step_tokens: int = Field(16, ge=1)
+    """guesses are made while a step has fewer tokens than that, and fill it up: with so many samples running, none"""
     tensor_parallel: int = Field(1, ge=1)
     """devices of one machine that each worker divides its model among"""
     overlap: bool | None = None
@@ -133,6 +142,18 @@ class InferenceSection(Section):
     def _most_is_no_less(self) -> "InferenceSection":
         if self.most_workers < self.workers:
             raise ValueError(f"max_workers = {self.max_workers} is below workers = {self.workers}")
+        return self
+
+    @model_validator(mode="after")
+    def _draft_model_has_its_place(self) -> "InferenceSection":
+        if (self.draft_model is not None) != (self.speculative == "model"):
+            raise ValueError("draft_model and speculative = 'model' go together: give both, or none")
+        if self.draft_model is not None and (self.tensor_parallel > 1 or self.kv_cache_tokens == "auto"):
+            raise ValueError(
+                f"a draft model computes on one device beside a KV cache of a given size; tensor_parallel is "
+                f"{self.tensor_parallel}, kv_cache_tokens is {self.kv_cache_tokens!r}; set 1 and a number, or "
+                "speculative = 'suffix'"
+            )
         return self
 
 

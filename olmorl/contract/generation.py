@@ -15,6 +15,7 @@ from olmorl.contract.weights import TensorSpec
 FinishReason = Literal["stop", "length", "abort"]
 Kernels = Literal["auto", "torch", "triton"]
 Quantization = Literal["int8"]
+Speculative = Literal["suffix", "model"]
 VersionSpan = tuple[int, int, int]  # policy version, first token, one past the last
 OBSERVED = -1  # in place of a version: tokens that an environment wrote
 KvEvent = tuple[int, int, Literal["prefill", "swap", "recompute"]]  # position, policy version, what happened
@@ -177,8 +178,15 @@ class EngineConfig:
     at load and at every update. Norms, embedding and head stay in `dtype`"""
     quantize_head: bool = False
     """the head in the precision of `quantization` too"""
-    speculative: str | None = None
-    """None is all that this engine offers; another value is refused by name"""
+    speculative: Speculative | None = None
+    """guess the next tokens and judge several in one step; tokens and logprobs stay what they are. "suffix": from what
+    the sample and others of its prompt have said; "model": by `draft_model`"""
+    draft_model: str | None = None
+    """Hugging Face folder or hub id of a smaller model with the same vocabulary"""
+    speculative_tokens: int = 7
+    """guessed at once for one sample, at most"""
+    speculative_step_tokens: int = 16
+    """guesses are made while a step has fewer tokens than that, and fill it up: with so many samples running, none"""
     kernels: Kernels = "auto"
     """"auto": compiled ones on a CPU in float32, Triton's on CUDA; "torch" keeps to the definitions in torch; "triton"
     needs CUDA or, to try the kernels on a CPU, TRITON_INTERPRET=1 before the start"""
@@ -198,6 +206,10 @@ class EngineConfig:
     """of the device's memory that this process may take"""
     schedule_dir: str | None = None
     """where the engine records its schedule, see `inference.recorded_engine`; None records none"""
+
+    @property
+    def max_draft(self) -> int:
+        return 0 if self.speculative is None else self.speculative_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

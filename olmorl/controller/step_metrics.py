@@ -121,6 +121,8 @@ def add_engines(bag: MetricBag, before: Stats, after: Stats, *, peak: Peak, seco
     prefill = total["prefill_tokens_computed"] + total["prefill_tokens_shared"]
     if prefill:
         bag.add("engine/prefix_hit_rate", total["prefill_tokens_shared"] / prefill)
+    if total["drafted_tokens"]:
+        bag.add("engine/draft_acceptance", total["accepted_tokens"] / total["drafted_tokens"])
     for name in ("preemptions", "prefill_tokens_computed", "prefill_tokens_shared"):
         bag.add(f"engine/{name}", total[name], reduce="sum")
 
@@ -135,6 +137,8 @@ _COUNTERS = (
     "prefill_tokens_computed",
     "prefill_tokens_shared",
     "preemptions",
+    "drafted_tokens",
+    "accepted_tokens",
 )
 
 

@@ -30,7 +30,7 @@ _GROUPS = {
     ),
     "engine": (
         "live_batch_mean kv_usage slot_waste preemptions prefill_tokens_computed prefill_tokens_shared "
-        "prefix_hit_rate step_seconds"
+        "prefix_hit_rate step_seconds draft_acceptance"
     ),
     "time": "step wait_for_batch wait_for_straggler wait_for_policy train reward checkpoint eval",
     "engine_time": "starting prefill decode recompute stalled waiting",

@@ -31,6 +31,8 @@ WORKER_COUNTERS = {
     "flops": "FLOPs of the steps, by the formulas of docs/numerics.md.",
     "bytes": "Bytes that the steps had to move, by the formulas of docs/numerics.md.",
     "preemptions": "Sequences preempted.",
+    "drafted_tokens": "Tokens guessed (inference.speculative).",
+    "accepted_tokens": "Of those, the right ones.",
     "updates": "Weight updates applied.",
     "finished": "Samples finished.",
     "errors": "Samples ended by an error.",

@@ -61,7 +61,7 @@ def split(config: Config, nodes: Sequence[Node]) -> Config:
     try:
         return Config.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(explain(error, {key: "the planner's split" for key in settings})) from None
+        raise ConfigError(explain(error, dict.fromkeys(settings, "the planner's split"))) from None
 
 
 def device_to_split(nodes: Sequence[Node]) -> str:

@@ -68,6 +68,14 @@ def test_as_reported_is_of_one_device(model: str, tmp_path: Path) -> None:
     assert out["mbu_as_reported"] == pytest.approx(out["tokens_per_second"] / 2 * 3.926e9 / 3.35e12)
 
 
+def test_with_guesses_the_same_tokens_take_fewer_steps(model: str, tmp_path: Path) -> None:
+    """The model is a fair guess at itself: one seed a group, so that both draw the same."""
+    out = bench(model, tmp_path, "--speculative", "model", "--draft-model", model, "--speculative-tokens", "3")
+    assert out["output_tokens"] == 16 and out["steps"] < 9
+    assert out["draft_acceptance"] == 1 and 1 < out["tokens_per_verification"] <= 4
+    assert out["drafted_tokens"] == out["accepted_tokens"] > 0
+
+
 def test_a_bad_load_is_a_config_error(tmp_path: Path) -> None:
     path = tmp_path / "load.json"
     bad = [None, [], {}, [{"prompt": [1], "max_tokens": 2}], [LOAD[0], LOAD[3] | {"group": 0}]]

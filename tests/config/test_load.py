@@ -124,6 +124,12 @@ def test_override_values(override: str, section: str, key: str, value: object) -
             ("inference.quantization=int8", "inference.tensor_parallel=2"),
             ["computes on one device", "inference.tensor_parallel is 2"],
         ),
+        (BASE, ("inference.speculative=model",), ["draft_model and speculative = 'model' go together"]),
+        (
+            BASE,
+            ("inference.speculative=model", "inference.draft_model=small", "inference.kv_cache_tokens=auto"),
+            ["kv_cache_tokens is 'auto'", "speculative = 'suffix'"],
+        ),
         (BASE, ("inference.quantization=int8", "logging.schedule=true"), ["logging.schedule keeps whole weights"]),
         ("prompts_per_step = 5\n[rollout]\nprompts_per_step = 3\n" + BASE, (), ["set twice"]),
         ("[run]\nname = 'x'", (), ["model.path is missing", "data.train is missing"]),

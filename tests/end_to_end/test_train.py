@@ -272,8 +272,13 @@ def test_the_loop_is_a_library(tmp_path: Path, command_in: Callable[[Path], Any]
 
 
 def test_int8_rollouts_train(command: Any, checks: Any) -> None:
-    """Quantised anew at every update: what was sent is what came, and engine and learner differ by the precision."""
-    command.run("run.steps=3", "inference.quantization=int8", "inference.quantize_head=true")
+    """Quantised anew at every update: what was sent is what came, and engine and learner differ by the precision.
+
+    Guesses at the next tokens change nothing of that.
+    """
+    command.run(
+        "run.steps=3", "inference.quantization=int8", "inference.quantize_head=true", "inference.speculative=suffix"
+    )
     checks.one_row_a_step(command, 3)
     checks.one_fate_each(command)
     for row in command.metrics():
@@ -281,3 +286,4 @@ def test_int8_rollouts_train(command: Any, checks: Any) -> None:
         assert 1e-4 < row["canary/logprob_abs_diff_mean"] < 0.1, "no less than int8 costs, and no more"
     for row in command.metrics()[1:]:
         assert 0 <= row["off_policy/capped_fraction"] < 0.1 and row["throughput/inference_mbu"] > 0
+    assert any(row.get("engine/draft_acceptance", 0) > 0 for row in command.metrics())

@@ -133,6 +133,24 @@ def test_static_buffers_and_a_step_ahead_change_nothing(family: tuple[Path, Any]
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
 
 
+@pytest.mark.parametrize("family", ["olmo3"], indirect=True)
+def test_guesses_change_nothing(family: tuple[Path, Any], device: torch.device) -> None:
+    """The second time the text is known. Where the device counts tokens for penalties nothing is guessed."""
+    llm = engine(family[0], device, speculative="suffix", prefix_caching=False, cuda_graphs=True, overlap=True)
+    params = [
+        SamplingParams(seed=4, max_tokens=9, top_p=0.9, logprobs=1),
+        SamplingParams(seed=4, max_tokens=9, frequency_penalty=0.3),
+    ]
+    found, steps, drafted = [], [0.0], [0.0]
+    for one in [params[0], params[0], params[1], params[1]]:
+        found.append(llm.generate(PROMPTS[:1], one)[0].samples[0])
+        steps.append(llm.stats()["steps"])
+        drafted.append(llm.stats()["drafted_tokens"])
+    assert found[0].token_ids == found[1].token_ids and found[2].token_ids == found[3].token_ids
+    np.testing.assert_allclose(found[0].logprobs, found[1].logprobs, atol=1e-5)
+    assert steps[2] - steps[1] < steps[1] and drafted[2] > drafted[1] and drafted[4] == drafted[2]
+
+
 @pytest.mark.soak
 @pytest.mark.skipif(torch.cuda.device_count() == 1, reason="two ranks need two GPUs, or none")
 @pytest.mark.parametrize("family", ["olmo3", "llama"], indirect=True)

@@ -103,10 +103,14 @@ class Policy:
     def advance(self, plan: StepPlan, token: int = 1) -> list[Sequence]:
         """The sequences that end by this step."""
         for sequence, count in plan.chunks:
-            self.scheduler.computed(sequence, count)
+            self.scheduler.computed(sequence, count - len(sequence.draft))
         drawing = [s for s, _ in plan.chunks if s.num_computed == s.num_tokens] + [s for s, _ in plan.starts]
         for sequence in drawing:
-            sequence.token_ids.append(token)
+            right = next((i for i, guess in enumerate(sequence.draft) if guess != token), len(sequence.draft))
+            sequence.token_ids += [token] * (right + 1)
+            sequence.draft = []
+            if right:
+                self.scheduler.computed(sequence, right)
         finished = [s for s in drawing if s.num_tokens >= s.request.max_tokens] + plan.outgrown
         for sequence in finished:
             sequence.finish_reason = "length"

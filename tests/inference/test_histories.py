@@ -4,6 +4,7 @@ The model is replaced by a ledger of what each block holds: the tokens it was co
 computed it. What a sequence reads without computing it must be its own prefix, and of one version if it is published.
 """
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -41,8 +42,10 @@ options = st.fixed_dictionaries(
 
 
 class History:
-    def __init__(self, policy: Any) -> None:
+    def __init__(self, policy: Any, *, max_draft: int = 0) -> None:
         self.policy = policy
+        self.max_draft = max_draft
+        self.dice = random.Random(0)
         self.scheduler = policy.scheduler
         self.version = 0
         self.written: Ledger = {}
@@ -79,9 +82,22 @@ class History:
         assert self.scheduler.allocator.num_free == self.scheduler.allocator.num_blocks
         assert len(self.scheduler.free_rows) == self.scheduler.max_num_seqs
 
+    def propose(self, token: int) -> None:
+        """Drafts whose first tokens are right, down to none of them."""
+        for s in self.scheduler.running:
+            length = min(self.dice.randint(0, self.max_draft), s.max_tokens - s.num_tokens - 1)
+            if length > 0 and s.num_output and s.num_tokens - s.num_computed == 1:
+                right = self.dice.randint(0, length)
+                s.draft = [token] * right + [-1] * (length - right)
+
     def step(self) -> StepPlan:
+        self.propose(len(self.policy.requests))
+        wanted = {id(s): s.num_tokens - s.num_computed for s in self.scheduler.running}
         plan: StepPlan = self.scheduler.schedule()
         self.policy.check()
+        if any(s.draft for s, _ in plan.chunks) and not plan.num_preempted and not plan.outgrown:
+            given = {id(s): count - len(s.draft) for s, count in plan.chunks}
+            assert all(given[s] == count for s, count in wanted.items()), "a draft took from somebody"
         scheduled = {id(s) for s, _ in plan.chunks}
         assert len(scheduled) == len(plan.chunks)
         assert sum(count for _, count in plan.chunks) <= self.scheduler.max_tokens_per_step
@@ -101,7 +117,7 @@ class History:
         for s, count in plan.chunks:
             for position in range(s.num_computed, s.num_computed + count):
                 index = position // size
-                entry = (self.version, tuple(s.token_ids[: position + 1]))
+                entry = (self.version, tuple((s.token_ids + s.draft)[: position + 1]))
                 self._write_one(s, self.scheduler.allocator, s.blocks[index], entry, self.written)
                 windows = self.scheduler.kv.window_allocator
                 if windows is not None:
@@ -130,6 +146,15 @@ class History:
 @given(events, options)
 def test_random_histories(make_policy: MakePolicy, history: list[Event], options: Any) -> None:
     History(make_policy(**options)).play(history)
+
+
+@settings(max_examples=150, deadline=None)
+@given(events, options, st.sampled_from([1, 3, 6]))
+def test_random_histories_with_drafts(
+    make_policy: MakePolicy, history: list[Event], options: Any, max_draft: int
+) -> None:
+    """What was refused is written over, and never read or published; drafts take from nobody."""
+    History(make_policy(**options, max_draft=max_draft), max_draft=max_draft).play(history)
 
 
 def only_decodes(plan: StepPlan, before: list[Sequence]) -> bool:
