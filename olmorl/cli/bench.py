@@ -27,8 +27,9 @@ def engine(
     prefix_caching: bool = True,
     kernels: Annotated[str, typer.Option(help="auto, triton, or torch: the definitions, uncompiled.")] = "auto",
     deterministic: Annotated[bool, typer.Option(help="Bitwise the same in any batch, or an error.")] = False,
-    quantization: Annotated[str | None, typer.Option(help="int8, or as the model is.")] = None,
+    quantization: Annotated[str | None, typer.Option(help="int8, int4, or as the model is.")] = None,
     quantize_head: Annotated[bool, typer.Option(help="The head in the precision of --quantization too.")] = False,
+    kv_cache_dtype: Annotated[str, typer.Option(help="auto: the model's; int8: a quarter of float32.")] = "auto",
     overlap: Annotated[
         bool | None, typer.Option(help="Launch a step before the last one's tokens are read; on a GPU if not given.")
     ] = None,
@@ -61,6 +62,7 @@ def engine(
         "deterministic": deterministic,
         "quantization": quantization,
         "quantize_head": quantize_head,
+        "kv_cache_dtype": kv_cache_dtype,
         "overlap": overlap,
         "cuda_graphs": cuda_graphs,
         "tensor_parallel_size": tensor_parallel_size,

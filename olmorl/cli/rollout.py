@@ -59,10 +59,11 @@ def rollout(
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="Bitwise the same in any batch, or an error.")
     ] = False,
-    quantization: Annotated[str | None, typer.Option(help="int8, or as the model is.")] = None,
+    quantization: Annotated[str | None, typer.Option(help="int8, int4, or as the model is.")] = None,
     quantize_head: Annotated[
         bool, typer.Option("--quantize-head", help="The head in the precision of --quantization too.")
     ] = False,
+    kv_cache_dtype: Annotated[str, typer.Option(help="auto: the model's; int8: a quarter of float32.")] = "auto",
     threads: Annotated[
         int | None, typer.Option(help="CPU threads of an engine; its share of the cores if not given.")
     ] = None,
@@ -112,6 +113,7 @@ def rollout(
             deterministic=deterministic,
             quantization=quantization,  # type: ignore[arg-type]
             quantize_head=quantize_head,
+            kv_cache_dtype=kv_cache_dtype,  # type: ignore[arg-type]
             seed=seed,
             threads=threads,
         ),

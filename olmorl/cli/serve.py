@@ -32,10 +32,11 @@ def serve(
     prefix_caching: bool = True,
     kernels: Annotated[str, typer.Option(help="auto, or torch: the definitions, uncompiled.")] = "auto",
     deterministic: Annotated[bool, typer.Option(help="Bitwise the same in any batch, or an error.")] = False,
-    quantization: Annotated[str | None, typer.Option(help="int8, or as the model is.")] = None,
+    quantization: Annotated[str | None, typer.Option(help="int8, int4, or as the model is.")] = None,
     quantize_head: Annotated[
         bool, typer.Option("--quantize-head", help="The head in the precision of --quantization too.")
     ] = False,
+    kv_cache_dtype: Annotated[str, typer.Option(help="auto: the model's; int8: a quarter of float32.")] = "auto",
     seed: Annotated[int, typer.Option(help="Of requests that give none.")] = 0,
     threads: Annotated[int | None, typer.Option(help="CPU threads; all cores if not given.")] = None,
 ) -> None:
@@ -68,6 +69,7 @@ def serve(
         deterministic=deterministic,
         quantization=quantization,  # type: ignore[arg-type]
         quantize_head=quantize_head,
+        kv_cache_dtype=kv_cache_dtype,  # type: ignore[arg-type]
         seed=seed,
         threads=threads,
     )

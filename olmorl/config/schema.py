@@ -112,10 +112,12 @@ class InferenceSection(Section):
     prefix_caching: bool = True
     batching: Literal["continuous", "static"] = "continuous"
     """static: the slot of a finished sample stays empty until its whole batch is done; the baseline of comparisons"""
-    quantization: Literal["int8"] | None = None
-    """int8: rollouts with quantised weights and tokens, quantised anew at every update"""
+    quantization: Literal["int8", "int4"] | None = None
+    """rollouts with weights of so many bits, quantised anew at every update"""
     quantize_head: bool = False
     """the head too: faster, and further from the learner's logprobs"""
+    kv_cache_dtype: Literal["auto", "int8"] = "auto"
+    """int8: keys and values in a quarter to a half of the memory, on a CPU"""
     tensor_parallel: int = Field(1, ge=1)
     """devices of one machine that each worker divides its model among"""
     overlap: bool | None = None

@@ -102,6 +102,7 @@ def engine_config(config: Config, placement: Placement, log_dir: Path | None = N
         batching=section.batching,
         quantization=section.quantization,
         quantize_head=section.quantize_head,
+        kv_cache_dtype=section.kv_cache_dtype,
         overlap=section.overlap,
         cuda_graphs=section.cuda_graphs,
         tensor_parallel_size=placement.tensor_parallel,
