@@ -37,7 +37,7 @@ class Launch:
     """tensors, ints and floats, in the order of the kernel"""
     constants: dict[str, Any]
     options: dict[str, int] = field(default_factory=dict)
-    """num_warps, num_stages"""
+    """num_warps, num_stages, enable_fp_fusion"""
 
     def run(self) -> None:
         if 0 not in self.grid:

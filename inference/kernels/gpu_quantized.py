@@ -23,6 +23,7 @@ from inference.quantization import int4, int8
 from inference.quantization.rows import SMALLEST, TOKEN_LEVELS
 
 _CHUNK = 1024  # features of a token rounded at once
+_EACH_ROUNDING = {"enable_fp_fusion": 0}  # a product and a sum in one would round once where the definition does twice
 
 
 def quantized_linear(
@@ -46,7 +47,7 @@ def int8_launches(
         (tokens,),
         (x_TK, planes_2TK, scales_T, planes_2TK.stride(0)),
         {"SIZE": features, "CHUNK": _CHUNK, "LEVELS": TOKEN_LEVELS, "SMALLEST": SMALLEST},
-        {"num_warps": 4, "num_stages": 1},
+        {"num_warps": 4, "num_stages": 1, **_EACH_ROUNDING},
     )
     block_t, block_n, block_k, warps, stages = _int8_blocks(tokens)
     scales_NX = rows_NB.view(torch.float32)
@@ -59,7 +60,7 @@ def int8_launches(
             int8.tail_at(features) // 4,
         ),
         {"SIZE": features, "BLOCK_T": block_t, "BLOCK_N": block_n, "BLOCK_K": block_k, "BIAS": bias_N is not None},
-        {"num_warps": warps, "num_stages": stages},
+        {"num_warps": warps, "num_stages": stages, **_EACH_ROUNDING},
     )  # fmt: skip
     return [digits, product]
 
