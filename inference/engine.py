@@ -63,6 +63,7 @@ class Engine:
             ranks=ALONE if self.followers is None else self.followers.join(),
             quantization=config.quantization,
             quantize_head=config.quantize_head,
+            kv_cache_dtype=config.kv_cache_dtype,
         )
         if config.deterministic and self.decoder.compiled is None:
             raise ConfigError(
@@ -98,6 +99,7 @@ class Engine:
             num_parameters=self.decoder.num_resident_parameters,
             element_size=self.decoder.embedding.element_size(),
             weight_bytes=None if config.quantization is None else self.decoder.streamed_bytes,
+            kv_head_bytes=self.decoder.kv_head_bytes,
         )
 
     def _start_followers(self) -> Followers:

@@ -5,7 +5,7 @@ from typing import get_args
 import torch
 
 from olmorl.contract.errors import ConfigError
-from olmorl.contract.generation import EngineConfig, Kernels, Quantization, Speculative
+from olmorl.contract.generation import EngineConfig, Kernels, KvCacheDtype, Quantization, Speculative
 
 
 def check_config(config: EngineConfig) -> None:
@@ -29,6 +29,7 @@ def check_config(config: EngineConfig) -> None:
         raise ConfigError(f"speculative is {config.speculative!r}; it must be None or one of {offered}")
     _check_draft_model(config)
     _check_quantization(config)
+    _check_kv_cache(config)
     if config.deterministic and config.tensor_parallel_size > 1:
         raise ConfigError(
             f"deterministic needs the compiled kernels, which compute on one rank; tensor_parallel_size is "
@@ -63,6 +64,23 @@ def _check_draft_model(config: EngineConfig) -> None:
         raise ConfigError("kv_cache_tokens is None, which leaves no room for the KV of a draft model; give it")
 
 
+def _check_kv_cache(config: EngineConfig) -> None:
+    dtype = config.kv_cache_dtype
+    if dtype not in get_args(KvCacheDtype):
+        raise ConfigError(f"kv_cache_dtype is {dtype!r}; it must be one of {', '.join(get_args(KvCacheDtype))}")
+    if dtype == "auto":
+        return
+    if config.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"kv_cache_dtype {dtype!r} is kept on one device; tensor_parallel_size is {config.tensor_parallel_size}, "
+            "set it to 1"
+        )
+    if config.kernels == "triton" or (config.kernels == "auto" and config.device.startswith("cuda")):
+        raise ConfigError(
+            f"kv_cache_dtype is {dtype!r}, which Triton's attention does not read; use 'auto', or kernels = 'torch'"
+        )
+
+
 def _check_quantization(config: EngineConfig) -> None:
     quantization = config.quantization
     if quantization is None:
@@ -77,8 +95,6 @@ def _check_quantization(config: EngineConfig) -> None:
             f"quantization {quantization!r} computes on one device; tensor_parallel_size is "
             f"{config.tensor_parallel_size}, set it to 1"
         )
-    if config.kernels == "triton":
-        raise ConfigError(f"kernels is 'triton', which has no products for quantization {quantization!r}; use 'auto'")
     if config.schedule_dir is not None:
         raise ConfigError(
             f"schedule_dir is set, but a schedule keeps whole weights, and quantization {quantization!r} leaves none"

@@ -59,9 +59,7 @@ def measured_kv_tokens(decoder: Decoder, config: EngineConfig, *, window: int | 
     free, total = torch.cuda.mem_get_info(device)
     others = total - free - torch.cuda.memory_reserved(device)
     room = int(total * config.gpu_memory_utilization) - others - peak
-    blocks = blocks_that_fit(
-        room, decoder.local, element_size=decoder.embedding.element_size(), config=config, window=window
-    )
+    blocks = blocks_that_fit(room, decoder.local, head_bytes=decoder.kv_head_bytes, config=config, window=window)
     if blocks < 1:
         raise ConfigError(
             f"no room for KV on {device}: {total >> 20} MiB x gpu_memory_utilization {config.gpu_memory_utilization}, "
@@ -71,11 +69,10 @@ def measured_kv_tokens(decoder: Decoder, config: EngineConfig, *, window: int | 
     return blocks * config.block_size
 
 
-def blocks_that_fit(
-    room: int, arch: Architecture, *, element_size: int, config: EngineConfig, window: int | None
-) -> int:
-    """The most blocks whose pools take no more than `room`, and no more than all slots at full length can use."""
-    block_bytes = 2 * arch.num_kv_heads * arch.head_dim * config.block_size * element_size
+def blocks_that_fit(room: int, arch: Architecture, *, head_bytes: int, config: EngineConfig, window: int | None) -> int:
+    """The most blocks whose pools take no more than `room`, and no more than all slots at full length can use.
+    `head_bytes`: of one token's key or value of one head."""
+    block_bytes = 2 * arch.num_kv_heads * config.block_size * head_bytes
     sliding = sum(layer.window is not None for layer in arch.layers) if window is not None else 0
 
     def pool_bytes(blocks: int) -> int:
@@ -107,7 +104,7 @@ def largest_step(decoder: Decoder, config: EngineConfig) -> None:
     sequences = [np.zeros(length, np.int64)] * whole + [np.zeros(rest, np.int64)] * (rest > 0)
     batch, blocks = dense_batch(sequences, block_size=config.block_size)
     pools = KVPools(
-        decoder.local, blocks, None, block_size=config.block_size, dtype=decoder.dtype, device=decoder.device
+        decoder.local, blocks, None, block_size=config.block_size, dtype=decoder.kv_dtype, device=decoder.device
     )
     hidden_TM = decoder.forward(batch, pools)
     rows = config.max_num_seqs

@@ -138,6 +138,6 @@ class Runner:
             num_blocks,
             num_window_blocks,
             block_size=self.config.block_size,
-            dtype=decoder.dtype,
+            dtype=decoder.kv_dtype,
             device=decoder.device,
         )

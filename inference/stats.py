@@ -79,15 +79,21 @@ class CostModel:
     """FLOPs and bytes of a step, from what it really computed."""
 
     def __init__(
-        self, arch: Architecture, *, num_parameters: int, element_size: int, weight_bytes: int | None = None
+        self,
+        arch: Architecture,
+        *,
+        num_parameters: int,
+        element_size: int,
+        weight_bytes: int | None = None,
+        kv_head_bytes: int | None = None,
     ) -> None:
-        """`weight_bytes` every step reads, where they are not `element_size` a parameter. A product counts as two FLOPs
-        in any precision."""
+        """`weight_bytes` every step reads and `kv_head_bytes` of a key or value of one head, where they are not of
+        `element_size`. A product counts as two FLOPs in any precision."""
         embedding = 0 if arch.tied else arch.vocab_size * arch.hidden_size
         self.active_parameters = num_parameters - embedding
         self.row_bytes = arch.hidden_size * element_size
         self.weight_bytes = self.active_parameters * element_size if weight_bytes is None else weight_bytes
-        self.kv_bytes_per_layer = 2 * arch.num_kv_heads * arch.head_dim * element_size
+        self.kv_bytes_per_layer = 2 * arch.num_kv_heads * (kv_head_bytes or arch.head_dim * element_size)
         self.flops_per_pair = 4 * arch.num_heads * arch.head_dim
         windows = [layer.window for layer in arch.layers]
         self.layers_of_window = {window: windows.count(window) for window in set(windows)}

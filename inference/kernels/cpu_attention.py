@@ -13,6 +13,7 @@ table, W its width, P positions, F half of D, S block size.
 import numpy as np
 
 from inference.kernels.compiling import exact, fast
+from inference.kernels.cpu_int8_kv import store_int8, unpack_keys, unpack_values
 from inference.kernels.cpu_math import address, exp, floats
 from inference.kernels.cpu_tile import LANES, WIDE, accumulate
 
@@ -28,7 +29,21 @@ def scores_width(block_size: int) -> int:
 
 @fast
 def norm_rope_store(  # type: ignore[no-untyped-def]
-    x_HD, num_heads, num_kv, norm_heads, q_norm, k_norm, eps, cos_F, sin_F, keys, values, block_step, slot, block_size
+    x_HD,
+    num_heads,
+    num_kv,
+    norm_heads,
+    q_norm,
+    k_norm,
+    eps,
+    cos_F,
+    sin_F,
+    keys,
+    values,
+    block_step,
+    int8,
+    slot,
+    block_size,
 ):
     """One token: normalise and rotate queries (in place) and keys, write keys and values to their slot.
 
@@ -52,6 +67,13 @@ def norm_rope_store(  # type: ignore[no-untyped-def]
             x[U(d + half)] = high * cos_F[U(d)] + low * sin_F[U(d)]
     block, offset = slot // block_size, slot % block_size
     size = block_size * head_dim
+    if int8:
+        step = block * block_step
+        for k in range(num_kv):
+            skip = step + k * (size + 4 * block_size)
+            store_int8(x_HD[num_heads + k], keys + skip, block_size, offset, offset, block_size)
+            store_int8(x_HD[num_heads + num_kv + k], values + skip, block_size, offset, offset * head_dim, 1)
+        return
     for k in range(num_kv):
         key = floats(keys + block * block_step + 4 * k * size, size)
         value = floats(values + block * block_step + 4 * k * size, size)
@@ -75,12 +97,13 @@ def _normalize(x_HD, weight, eps):  # type: ignore[no-untyped-def]
 
 @fast
 def attend(  # type: ignore[no-untyped-def]
-    q_HD, first_kv, num_kv, keys, values, block_step, block_size, blocks_W, position, window, scores_HP, keys_DS, out_HD
-):
+    q_HD, first_kv, num_kv, keys, values, block_step, int8, block_size, blocks_W, position, window, scores_HP, keys_DS,
+    block_X, out_HD,
+):  # fmt: skip
     """The queries `q_HD` of one token over `num_kv` key heads from `first_kv` on; `keys`, `values` lie in block 0.
 
     Sees the positions up to its own, the last `window` of them if that is not 0. `block_step` leads from a block to
-    the next in bytes. `scores_HP` (`scores_width` wide) and `keys_DS` are scratch.
+    the next in bytes. `scores_HP` (`scores_width` wide), `keys_DS` and `block_X` are scratch.
     """
     heads, head_dim = q_HD.shape
     group = heads // num_kv
@@ -91,7 +114,7 @@ def attend(  # type: ignore[no-untyped-def]
     highest_H, total_H = scores_HP[:heads, -2], scores_HP[:heads, -1]
     highest_H[:] = -np.inf
     total_H[:] = np.float32(0)
-    head_bytes = 4 * block_size * head_dim
+    head_bytes = block_size * (head_dim + 4) if int8 else 4 * block_size * head_dim
     keys, values = keys + first_kv * head_bytes, values + first_kv * head_bytes
     scale = np.float32(1.0 / np.sqrt(head_dim))
     tile = max(1, TILE // block_size)
@@ -102,7 +125,13 @@ def attend(  # type: ignore[no-untyped-def]
             key, value = keys + block_step * blocks_W[b], values + block_step * blocks_W[b]
             following = keys + block_step * blocks_W[min(b + 1, last - 1)]
             at = (b - start) * block_size
-            _score_block(q_HD, key, following, value, num_kv, block_size, scores_HP, at, keys_DS)
+            if int8:
+                for k in range(num_kv):
+                    unpack_keys(key + k * head_bytes, block_size, head_dim, block_X)
+                    one, q_GD = address(block_X), q_HD[k * group : (k + 1) * group]
+                    _score_block(q_GD, one, one, one, np.int64(1), block_size, scores_HP[k * group :], at, keys_DS)
+            else:
+                _score_block(q_HD, key, following, value, num_kv, block_size, scores_HP, at, keys_DS)
         origin = start * block_size
         low, high = max(begin, origin) - origin, min(end, stop * block_size) - origin
         for h in range(heads):
@@ -110,11 +139,15 @@ def attend(  # type: ignore[no-untyped-def]
         for b in range(start, stop):
             low = max(b * block_size, begin)
             count = min((b + 1) * block_size, end) - low
-            base = values + block_step * blocks_W[b] + 4 * (low - b * block_size) * head_dim
+            base, skip = values + block_step * blocks_W[b], low - b * block_size
             for k in range(num_kv):
+                value = base + k * head_bytes + 4 * skip * head_dim
+                if int8:
+                    unpack_values(base + k * head_bytes, block_size, head_dim, skip, count, block_X)
+                    value = address(block_X)
                 w = address(scores_HP[k * group :, low - origin :])
                 out = address(out_HD[k * group :])
-                _add_values(w, scores_HP.shape[1], count, base + k * head_bytes, head_dim, out, group)
+                _add_values(w, scores_HP.shape[1], count, value, head_dim, out, group)
     for h in range(heads):
         inverse = np.float32(1) / total_H[h]
         for d in range(head_dim):

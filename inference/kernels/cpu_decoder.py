@@ -12,9 +12,9 @@ import numpy as np
 
 from inference.kernels.compiling import exact, fast
 from inference.kernels.cpu_attention import attend, norm_rope_store
-from inference.kernels.cpu_int8_linear import int8_gated_linear, int8_linear, quantize_panels
 from inference.kernels.cpu_linear import gated_linear, linear, share_start
 from inference.kernels.cpu_math import address, floats
+from inference.kernels.cpu_quantized_linear import quantize_panels, quantized_gated_linear, quantized_linear
 from inference.kernels.cpu_team import meet, take
 from inference.kernels.cpu_tile import LANES
 
@@ -34,12 +34,14 @@ class Shape(NamedTuple):
     block_size: int
     block_step: int
     """bytes from a block of the pool to the next"""
+    int8_kv: int
+    """1: keys and values are as in `inference.model.kv_int8`; 0: floats"""
     num_positions: int
     pre_norm: int
     norm_heads: int
     """0: queries and keys have no norm; 1: each head by itself; 2: the whole projection"""
-    int8: int
-    """1: the four matrices of a layer are int8 rows, `inference.kernels.cpu_int8_tile`"""
+    bits: int
+    """8 or 4: the four matrices of a layer are quantised rows, `inference.kernels.cpu_quantized_linear`; 0: floats"""
 
 
 class LayerFields(NamedTuple):
@@ -80,9 +82,11 @@ class Scratch(NamedTuple):
     qkv_THD: np.ndarray
     scores: np.ndarray  # [thread, query heads, keys of a tile]
     keys: np.ndarray  # [thread, D, lane]
+    block: np.ndarray  # [thread, D * block size], keys or values of a head
     out: np.ndarray  # [thread, query heads, D]
-    quantized: np.ndarray  # [P, 2, features / 4, lane] int32, what an int8 product reads
+    quantized: np.ndarray  # [P, 2, features / 4, lane] int32, what a product with quantised rows reads
     token_scales: np.ndarray  # [P, lane]
+    token_sums: np.ndarray  # [P, group, lane]
 
 
 FIELDS = LayerFields()
@@ -160,13 +164,14 @@ def _linear(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Begins and ends where all have met; how often they met is returned. `beyond`: as in `linear`."""
     lanes = np.int64(LANES)  # as a literal it would have every callee compiled once more
-    if shape.int8:
-        quantized, scales = address(scratch.quantized), address(scratch.token_scales)
-        quantize_panels(thread, threads, x, x_panel, num_features, quantized, scales, tokens)
+    if shape.bits:
+        bits, quantized = shape.bits, address(scratch.quantized)
+        scales, sums = address(scratch.token_scales), address(scratch.token_sums)
+        quantize_panels(thread, threads, bits, x, x_panel, num_features, quantized, scales, sums, tokens)
         met = meet(signals, threads, met)
-        int8_linear(
-            signals, piece, threads, weight, bias, num_rows, num_features, quantized, scales, out, lanes, out_panel,
-            tokens,
+        quantized_linear(
+            signals, piece, threads, bits, weight, bias, num_rows, num_features, quantized, scales, sums, out, lanes,
+            out_panel, tokens,
         )  # fmt: skip
     else:
         linear(
@@ -182,11 +187,14 @@ def _gated_linear(  # type: ignore[no-untyped-def]
 ):
     """As `_linear`."""
     size, model = shape.intermediate_size, shape.hidden_size
-    if shape.int8:
-        quantized, scales = address(scratch.quantized), address(scratch.token_scales)
-        quantize_panels(thread, threads, x, x_panel, model, quantized, scales, tokens)
+    if shape.bits:
+        bits, quantized = shape.bits, address(scratch.quantized)
+        scales, sums = address(scratch.token_scales), address(scratch.token_sums)
+        quantize_panels(thread, threads, bits, x, x_panel, model, quantized, scales, sums, tokens)
         met = meet(signals, threads, met)
-        int8_gated_linear(signals, piece, threads, weight, bias, size, model, quantized, scales, out, out_panel, tokens)
+        quantized_gated_linear(
+            signals, piece, threads, bits, weight, bias, size, model, quantized, scales, sums, out, out_panel, tokens
+        )
     else:
         gated_linear(
             thread, threads, signals, piece, weight, bias, size, model, x, x_panel, out, out_panel, tokens, beyond
@@ -208,20 +216,31 @@ def head(thread, threads, signals, hidden_RM, weight, vocab_size, panels, logits
 
 
 @exact
-def int8_head(  # type: ignore[no-untyped-def]
-    thread, threads, signals, hidden_RM, weight, vocab_size, panels, quantized, token_scales, logits_VR
+def quantized_head(  # type: ignore[no-untyped-def]
+    thread,
+    threads,
+    signals,
+    hidden_RM,
+    weight,
+    vocab_size,
+    panels,
+    logits_VR,
+    bits,
+    quantized,
+    token_scales,
+    token_sums,
 ):
-    """`head` with int8 rows; `quantized` and `token_scales` are scratch too."""
+    """`head` with rows of `bits`; what follows them is scratch too."""
     rows, model = hidden_RM.shape
     _pack(thread, threads, hidden_RM, panels)
     met = meet(signals, threads, np.int64(0))
-    groups, scales = address(quantized), address(token_scales)
-    quantize_panels(thread, threads, address(panels), model * LANES, model, groups, scales, rows)
+    tokens, scales, sums = address(quantized), address(token_scales), address(token_sums)
+    quantize_panels(thread, threads, bits, address(panels), model * LANES, model, tokens, scales, sums, rows)
     meet(signals, threads, met)
     step, piece, none = logits_VR.shape[1], np.int64(0), np.int64(0)
-    int8_linear(
-        signals, piece, threads, weight, none, vocab_size, model,
-        groups, scales, address(logits_VR), step, np.int64(LANES), rows,
+    quantized_linear(
+        signals, piece, threads, bits, weight, none, vocab_size, model,
+        tokens, scales, sums, address(logits_VR), step, np.int64(LANES), rows,
     )  # fmt: skip
 
 
@@ -307,7 +326,7 @@ def _rope_store(thread, threads, shape, eps, layer, cache_2, step, scratch):  # 
                 scratch.qkv_THD[one], shape.num_heads, shape.num_kv_heads, shape.norm_heads,
                 layer[FIELDS.q_norm], layer[FIELDS.k_norm], eps,
                 floats(cos, half), floats(cos + 4 * shape.num_positions * half, half),
-                cache_2[0], cache_2[1], shape.block_step, slots_T[one], shape.block_size,
+                cache_2[0], cache_2[1], shape.block_step, shape.int8_kv, slots_T[one], shape.block_size,
             )  # fmt: skip
 
 
@@ -327,8 +346,8 @@ def _attention(thread, threads, signals, piece, shape, window, cache_2, step, sc
         t, part = item // parts, item % parts
         attend(
             scratch.qkv_THD[t, part * heads : (part + 1) * heads], part * kv_heads, kv_heads, cache_2[0], cache_2[1],
-            shape.block_step, shape.block_size, table_RW[step.rows_T[t]], step.positions_T[t], window,
-            scratch.scores[thread], scratch.keys[thread], out_HD,
+            shape.block_step, shape.int8_kv, shape.block_size, table_RW[step.rows_T[t]], step.positions_T[t], window,
+            scratch.scores[thread], scratch.keys[thread], scratch.block[thread], out_HD,
         )  # fmt: skip
         attended, lane = scratch.attended[t // LANES], t % LANES
         for h in range(heads):

@@ -27,6 +27,14 @@ def _pointer(typing_context, address):  # type: ignore[no-untyped-def]
     return types.CPointer(types.float32)(types.int64), generate
 
 
+@intrinsic
+def _byte_pointer(typing_context, address):  # type: ignore[no-untyped-def]
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], ir.IntType(8).as_pointer())
+
+    return types.CPointer(types.int8)(types.int64), generate
+
+
 @numba.njit(inline="always")
 def address(array):  # type: ignore[no-untyped-def]
     """Signed, because numba makes a float of an unsigned and a signed integer together."""
@@ -37,6 +45,11 @@ def address(array):  # type: ignore[no-untyped-def]
 def floats(start, count):  # type: ignore[no-untyped-def]
     """The float32 array at an address."""
     return numba.carray(_pointer(start), (count,))
+
+
+@exact
+def signed_bytes(start, count):  # type: ignore[no-untyped-def]
+    return numba.carray(_byte_pointer(start), (count,))
 
 
 @fast

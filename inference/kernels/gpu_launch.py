@@ -17,6 +17,8 @@ _TYPES = {
     torch.float32: "*fp32",
     torch.float16: "*fp16",
     torch.bfloat16: "*bf16",
+    torch.int8: "*i8",
+    torch.uint8: "*u8",
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
@@ -35,7 +37,7 @@ class Launch:
     """tensors, ints and floats, in the order of the kernel"""
     constants: dict[str, Any]
     options: dict[str, int] = field(default_factory=dict)
-    """num_warps, num_stages"""
+    """num_warps, num_stages, enable_fp_fusion"""
 
     def run(self) -> None:
         if 0 not in self.grid:

@@ -21,9 +21,11 @@ from inference.kernels.gpu_attention import AttentionStep, Tiles, attention_laun
 from inference.kernels.gpu_heads import heads_launch
 from inference.kernels.gpu_launch import Launch
 from inference.kernels.gpu_norm import ADD_AFTER, ADD_BEFORE, PLAIN, norm_launch, silu_launch
+from inference.kernels.gpu_quantized import int4_launches, int8_launches
 from inference.kernels.gpu_sampler import CHUNK as VOCABULARY_CHUNK
 from inference.kernels.gpu_sampler import Draw, draw_launches, process_launch
 from inference.kernels.gpu_truncation import truncation_launch
+from inference.quantization.formats import FORMATS
 
 BATCH, CONTEXT, CHUNK = 64, 4096, 2048
 SPLITS = 8  # where it is split
@@ -81,6 +83,7 @@ def configurations(shape: Shape) -> Iterator[Configuration]:
     """Every launch of a step of one model, on tensors without memory."""
     yield from _attention(shape)
     yield from _rows(shape)
+    yield from _quantized(shape)
     if shape.dtype != torch.float16:  # logits are float32 whatever the model is
         yield from _sampling(shape.vocabulary)
 
@@ -167,6 +170,22 @@ def _rows(shape: Shape) -> Iterator[Configuration]:
     gate_up = _meta(tokens, 2 * shape.intermediate, dtype=shape.dtype)
     out = _meta(tokens, shape.intermediate, dtype=shape.dtype)
     yield Configuration("gated_silu", silu_launch(gate_up, out), 3 * out.numel() * element)
+
+
+def _quantized(shape: Shape) -> Iterator[Configuration]:
+    """The widest matrix, for each shape of blocks; what is moved is mostly the weights."""
+    outputs, element = 2 * shape.intermediate, shape.dtype.itemsize
+    for tokens in (1, BATCH, CHUNK):
+        x = _meta(tokens, shape.hidden, dtype=shape.dtype)
+        out = _meta(tokens, outputs, dtype=shape.dtype)
+        moved = (x.numel() + out.numel()) * element
+        for name, form in FORMATS.items():
+            rows = _meta(outputs, form.row_bytes(shape.hidden), dtype=form.dtype)
+            *before, product = (int8_launches if name == "int8" else int4_launches)(x, rows, None, out)
+            yield Configuration(f"{name} product ({tokens} tokens)", product, rows.numel() + moved)
+            if tokens == BATCH:
+                for launch in before:
+                    yield Configuration("digits of tokens", launch, x.numel() * (element + 2))
 
 
 def _sampling(vocabulary: int) -> Iterator[Configuration]:

@@ -12,7 +12,8 @@ import torch
 
 from inference.kernels import cpu_attention, cpu_decoder
 from inference.kernels.cpu_decoder import FIELDS, Scratch, Shape, Step
-from inference.kernels.cpu_int8_tile import SUPPORTED as HAS_INT8
+from inference.kernels.cpu_dot import SUPPORTED as HAS_DOT
+from inference.kernels.cpu_int4_tile import GROUP, QUADS
 from inference.kernels.cpu_team import Team, new_signals
 from inference.kernels.cpu_tile import LANES
 from inference.model.architecture import Architecture
@@ -22,12 +23,14 @@ from inference.step_batch import StepBatch
 if TYPE_CHECKING:
     from inference.model.decoder import Decoder, LayerWeights
 
+_BITS = {torch.float32: 0, torch.int8: 8, torch.uint8: 4}
+"""of weights, by the dtype that rows of them are stored as"""
 _NORM_HEADS = {None: 0, "head": 1, "whole": 2}
 _FLOPS_PER_THREAD = 2e7  # of a step; below it, one more thread costs more to wake than it computes
 
 
 def can_compile(arch: Architecture, *, dtype: torch.dtype, device: torch.device, quantized: bool = False) -> bool:
-    return device.type == "cpu" and dtype == torch.float32 and arch.head_dim % 8 == 0 and (HAS_INT8 or not quantized)
+    return device.type == "cpu" and dtype == torch.float32 and arch.head_dim % 8 == 0 and (HAS_DOT or not quantized)
 
 
 class CompiledDecoder:
@@ -36,12 +39,13 @@ class CompiledDecoder:
     ) -> None:
         self._decoder = decoder
         self._num_positions = max_model_len
-        self._int8 = decoder.layers[0].qkv.dtype == torch.int8
+        self._bits = _BITS[decoder.layers[0].qkv.dtype]
         self._layers_L = np.array([_addresses(layer) for layer in decoder.layers], np.int64)
         self.team = Team(threads)
         self._flops_per_thread = flops_per_thread
         self._flops_per_token = 2 * (decoder.num_parameters - decoder.embedding.numel())
-        self._scratch = self._new_scratch(LANES, LANES)
+        self._block_size = 1  # what the scratch has room for
+        self._scratch = self._new_scratch(LANES)
         self._logits_VR = np.empty((decoder.arch.vocab_size, LANES), np.float32)
 
     def forward(self, batch: StepBatch, pools: KVPools) -> torch.Tensor:
@@ -84,18 +88,16 @@ class CompiledDecoder:
         if self._logits_VR.size < padded * len(head):
             self._logits_VR = np.empty((len(head), padded), np.float32)
         logits_VR = self._logits_VR.reshape(-1)[: padded * len(head)].reshape(len(head), padded)
-        scratch = [np.zeros((panels, hidden_size, LANES), np.float32)]
-        int8 = head.dtype == torch.int8
-        if int8:
-            scratch += _quantized_scratch(panels, hidden_size)
+        bits = _BITS[head.dtype]
         self.team.run(
-            cpu_decoder.int8_head if int8 else cpu_decoder.head,
+            cpu_decoder.quantized_head if bits else cpu_decoder.head,
             new_signals(self.team.threads),
             hidden_RM.numpy(),
             head.data_ptr(),
             len(head),
-            *scratch,
+            np.zeros((panels, hidden_size, LANES), np.float32),
             logits_VR,
+            *((bits, *_quantized_scratch(panels, hidden_size)) if bits else ()),
             threads=self._threads_for(2 * rows * head.numel()),
         )
         return torch.from_numpy(logits_VR).T[:rows]
@@ -113,20 +115,20 @@ class CompiledDecoder:
             arch.head_dim,
             pools.block_size,
             pools.block_step,
+            int(pools.int8),
             self._num_positions,
             int(arch.norms == "pre"),
             _NORM_HEADS[arch.qk_norm],
-            int(self._int8),
+            self._bits,
         )
 
     def _grow(self, tokens: int, block_size: int) -> None:
-        panels, width = len(self._scratch.x), cpu_attention.scores_width(block_size)
-        if tokens > panels * LANES or width > self._scratch.scores.shape[2]:
-            self._scratch = self._new_scratch(
-                max(panels, -(-tokens // LANES)) * LANES, max(width, self._scratch.scores.shape[2])
-            )
+        panels = len(self._scratch.x)
+        if tokens > panels * LANES or block_size > self._block_size:
+            self._block_size = max(block_size, self._block_size)
+            self._scratch = self._new_scratch(max(panels, -(-tokens // LANES)) * LANES)
 
-    def _new_scratch(self, tokens: int, width: int) -> Scratch:
+    def _new_scratch(self, tokens: int) -> Scratch:
         arch, threads = self._decoder.arch, self.team.threads
         panels = tokens // LANES
         heads = arch.num_heads + 2 * arch.num_kv_heads
@@ -141,15 +143,21 @@ class CompiledDecoder:
             panel(max(2 * arch.intermediate_size, heads * arch.head_dim)),
             panel(arch.num_heads * arch.head_dim),
             np.zeros((tokens, heads, arch.head_dim), np.float32),
-            np.zeros((threads, arch.num_heads, width), np.float32),
+            np.zeros((threads, arch.num_heads, cpu_attention.scores_width(self._block_size)), np.float32),
             np.zeros((threads, arch.head_dim, LANES), np.float32),
+            np.zeros((threads, arch.head_dim * self._block_size), np.float32),
             np.zeros((threads, arch.num_heads, arch.head_dim), np.float32),
             *_quantized_scratch(panels, max(arch.hidden_size, arch.intermediate_size, arch.num_heads * arch.head_dim)),
         )
 
 
-def _quantized_scratch(panels: int, features: int) -> tuple[np.ndarray, np.ndarray]:
-    return np.zeros((panels, 2, -(-features // 4), LANES), np.int32), np.zeros((panels, LANES), np.float32)
+def _quantized_scratch(panels: int, features: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    groups = -(-features // GROUP)
+    return (
+        np.zeros((panels, 2, groups * QUADS, LANES), np.int32),
+        np.zeros((panels, LANES), np.float32),
+        np.zeros((panels, groups, LANES), np.float32),
+    )
 
 
 def _addresses(layer: "LayerWeights") -> list[int]:
@@ -172,6 +180,6 @@ def _addresses(layer: "LayerWeights") -> list[int]:
         (FIELDS.down_bias, layer.down_bias),
     ):
         if tensor is not None:
-            assert tensor.is_contiguous() and tensor.dtype in (torch.float32, torch.int8), (field, tensor.dtype)
+            assert tensor.is_contiguous() and tensor.dtype in _BITS, (field, tensor.dtype)
             row[field] = tensor.data_ptr()
     return row

@@ -2,8 +2,8 @@
 
 Projections that read the same input are stored as one matrix (query, key and value; gate and up). `tensors` gives
 each its Hugging Face name as a view, so that loading, weight updates and checksums never see the fusion, and an
-update in place reaches the fused matrix. With int8 these views are rows of int8 (`inference.quantization.int8`), and
-what comes under the name is quantised on its way in (`Decoder.hold`).
+update in place reaches the fused matrix. Quantised, these views are rows of bytes (`inference.quantization.formats`),
+and what comes under the name is rounded on its way in (`Decoder.hold`).
 
 One of several ranks holds its part of each tensor (`shards`, see `inference.model.sharding`); dimensions below are
 those of the whole model unless they are said to be local.
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from inference.model import kv_int8
 from inference.model.architecture import Architecture
 from inference.model.arena import Arena
 from inference.model.attention import AttentionInput, attend
@@ -30,7 +31,7 @@ from inference.model.sharding import Shard, check_divisible, local_architecture,
 from inference.model.step_tensors import moved
 from inference.model.tensor_parallel import ALONE, TensorParallel
 from inference.model.wire import EMBEDDING, HEAD, checksum
-from inference.quantization.int8 import MAX_FEATURES, quantize_rows, row_bytes
+from inference.quantization.formats import FORMATS, Format
 from inference.step_batch import StepBatch
 from olmorl.contract.errors import ConfigError
 from olmorl.contract.generation import Kernels, Quantization
@@ -43,6 +44,12 @@ if TYPE_CHECKING:
 
 Hold = Callable[[str, torch.Tensor], dict[str, torch.Tensor]]
 """What a tensor under its name is stored as, by key of `Decoder.tensors`; may share its memory"""
+Watch = Callable[[str, torch.Tensor], None]
+"""Field of `LayerWeights`, tokens that it is multiplied with"""
+
+
+def ignore(_field: str, _tokens: torch.Tensor) -> None:
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +79,16 @@ class Decoder:
         ranks: TensorParallel = ALONE,
         quantization: Quantization | None = None,
         quantize_head: bool = False,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
+        """`kv_dtype` None: that of the model."""
         check_divisible(arch, ranks.size)
         self.arch = arch
         self.ranks = ranks
         self.local = local_architecture(arch, ranks.size)
         self.shards: dict[str, Shard] = {}
         self.dtype = dtype
+        self.kv_dtype = kv_dtype or dtype
         self.device = device
         self.quantization = quantization
         self.tensors: dict[str, torch.Tensor] = {}
@@ -86,7 +96,9 @@ class Decoder:
         self.lost_checksums: dict[str, int] = {}
         """of tensors that are stored as something else than what came, which cannot be summed again"""
         self._arena = Arena(dtype=dtype, device=device)
-        self._int8_arena = Arena(dtype=torch.int8, device=device)
+        self._format = None if quantization is None else FORMATS[quantization]
+        if self._format is not None:
+            self._row_arena = Arena(dtype=self._format.dtype, device=device)
         self._rope_tables: dict[Rope, torch.Tensor] = {}
         self.embedding = self._tensor(EMBEDDING, arch.vocab_size, arch.hidden_size)
         self.layers = [self._layer(index, max_model_len) for index in range(len(arch.layers))]
@@ -124,6 +136,12 @@ class Decoder:
         return sum(tensor.nbytes for tensor in self.tensors.values()) - looked_up
 
     @property
+    def kv_head_bytes(self) -> int:
+        """Of one token's key or value of one head."""
+        scale = kv_int8.SCALE_BYTES if self.kv_dtype == torch.int8 else 0
+        return self.arch.head_dim * self.kv_dtype.itemsize + scale
+
+    @property
     def capturable(self) -> bool:
         """Whether `forward` of a batch whose tensors are on the device looks at nothing on the host."""
         return self.device.type == "cpu" or (self.gpu is not None and self.ranks.size == 1)
@@ -141,14 +159,18 @@ class Decoder:
         cast = tensor.to(device=self.device, dtype=self.dtype)
         for key, held in self.hold(name, cast).items():
             self.tensors[key].copy_(held)
-        if self.tensors[name].dtype == torch.int8:
+        if self._is_quantized(name):
             self.lost_checksums[name] = checksum(cast)
 
     def _hold(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        held = {name: quantize_rows(tensor) if self.tensors[name].dtype == torch.int8 else tensor}
+        assert self._format is not None
+        held = {name: self._format.quantize_rows(tensor) if self._is_quantized(name) else tensor}
         if name == EMBEDDING and self.arch.tied and HEAD in self.tensors:
-            held[HEAD] = quantize_rows(tensor)
+            held[HEAD] = self._format.quantize_rows(tensor)
         return held
+
+    def _is_quantized(self, name: str) -> bool:
+        return self._format is not None and self.tensors[name].dtype == self._format.dtype
 
     def part(self, name: str, stored: torch.Tensor) -> torch.Tensor:
         """What of a whole tensor, in the form it is stored in, this rank holds: a view."""
@@ -181,24 +203,32 @@ class Decoder:
         return self.forward_torch(batch, pools)
 
     def forward_torch(self, batch: StepBatch, pools: KVPools) -> torch.Tensor:
-        arch, eps = self.arch, self.arch.norm_eps
-        pre = arch.norms == "pre"
         batch = moved(batch, self.device)
-        windowed = batch.windowed or batch
         assert batch.tensors is not None
         x_TM = self.embed(batch.tensors.token_ids_T)
-        for index, layer in enumerate(self.layers):
-            y_TM = rms_norm(x_TM, layer.attention_norm, eps) if pre else x_TM
-            qkv_TX = linear(y_TM, layer.qkv, layer.qkv_bias)
-            step = batch if layer.attention.window is None else windowed
-            y_TM = attend(qkv_TX, layer.attention, *pools.layer(index), step)
-            y_TM = self.summed_linear(y_TM, layer.out, layer.out_bias)
-            x_TM = x_TM + (y_TM if pre else rms_norm(y_TM, layer.attention_norm, eps))
-            y_TM = rms_norm(x_TM, layer.mlp_norm, eps) if pre else x_TM
-            y_TM = gated_silu(linear(y_TM, layer.gate_up, layer.gate_up_bias))
-            y_TM = self.summed_linear(y_TM, layer.down, layer.down_bias)
-            x_TM = x_TM + (y_TM if pre else rms_norm(y_TM, layer.mlp_norm, eps))
-        return rms_norm(x_TM, self.norm, eps)
+        for index in range(len(self.layers)):
+            x_TM = self.layer_torch(index, x_TM, batch, pools)
+        return rms_norm(x_TM, self.norm, self.arch.norm_eps)
+
+    def layer_torch(
+        self, index: int, x_TM: torch.Tensor, batch: StepBatch, pools: KVPools, watch: Watch = ignore
+    ) -> torch.Tensor:
+        """[T, M] after one layer; the batch must be on the device. `watch` is shown each matrix with what it meets."""
+        layer, eps, pre = self.layers[index], self.arch.norm_eps, self.arch.norms == "pre"
+        y_TM = rms_norm(x_TM, layer.attention_norm, eps) if pre else x_TM
+        watch("qkv", y_TM)
+        qkv_TX = linear(y_TM, layer.qkv, layer.qkv_bias)
+        step = batch if layer.attention.window is None else batch.windowed or batch
+        y_TM = attend(qkv_TX, layer.attention, *pools.layer(index), step)
+        watch("out", y_TM)
+        y_TM = self.summed_linear(y_TM, layer.out, layer.out_bias)
+        x_TM = x_TM + (y_TM if pre else rms_norm(y_TM, layer.attention_norm, eps))
+        y_TM = rms_norm(x_TM, layer.mlp_norm, eps) if pre else x_TM
+        watch("gate_up", y_TM)
+        y_TM = gated_silu(linear(y_TM, layer.gate_up, layer.gate_up_bias))
+        watch("down", y_TM)
+        y_TM = self.summed_linear(y_TM, layer.down, layer.down_bias)
+        return x_TM + (y_TM if pre else rms_norm(y_TM, layer.mlp_norm, eps))
 
     def logits(self, hidden_RM: torch.Tensor) -> torch.Tensor:
         """[R, V] float32, valid until the next call; rows need not be contiguous.
@@ -208,7 +238,8 @@ class Decoder:
         if self.compiled is not None:
             return self.compiled.logits(hidden_RM)
         hidden_RM = self.ranks.broadcast(hidden_RM.contiguous())
-        return self.ranks.gather_columns(head_logits(hidden_RM, self.head), self.arch.vocab_size)
+        logits = head_logits if self.gpu is None else self.gpu.logits
+        return self.ranks.gather_columns(logits(hidden_RM, self.head), self.arch.vocab_size)
 
     def embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:
         if self.ranks.size == 1:
@@ -272,7 +303,7 @@ class Decoder:
         arch = self.arch
         if not quantize:
             return self.embedding if arch.tied else self._tensor(HEAD, arch.vocab_size, arch.hidden_size)
-        self.tensors[HEAD] = self._matrix(arch.vocab_size, arch.hidden_size, int8=True)
+        self.tensors[HEAD] = self._matrix(arch.vocab_size, arch.hidden_size)
         if not arch.tied:
             self._cut(HEAD, arch.vocab_size, arch.hidden_size)
         return self.tensors[HEAD]
@@ -281,14 +312,16 @@ class Decoder:
         self.tensors[name] = self._arena.tensor(*self._cut(name, *shape).local_shape)
         return self.tensors[name]
 
-    def _matrix(self, num_rows: int, num_features: int, *, int8: bool) -> torch.Tensor:
-        if not int8:
+    def _matrix(self, num_rows: int, num_features: int) -> torch.Tensor:
+        form: Format | None = self._format
+        if form is None:
             return self._arena.tensor(num_rows, num_features)
-        if num_features > MAX_FEATURES:
+        if num_features > form.max_features:
             raise ConfigError(
-                f"quantization 'int8' sums {MAX_FEATURES} features at most; this model has {num_features}"
+                f"quantization {self.quantization!r} sums {form.max_features} features at most; this model has "
+                f"{num_features}"
             )
-        return self._int8_arena.tensor(num_rows, row_bytes(num_features))
+        return self._row_arena.tensor(num_rows, form.row_bytes(num_features))
 
     def _cut(self, name: str, *shape: int) -> Shard:
         self.shards[name] = shard_of(name, shape, self.arch, rank=self.ranks.rank, size=self.ranks.size)
@@ -300,7 +333,7 @@ class Decoder:
         """One matrix (and bias) for all `parts`, each named as a view of its rows."""
         weights = [self._cut(f"{name}.weight", size, in_features).local_shape for name, size in parts]
         num_rows, num_features = sum(rows for rows, _ in weights), weights[0][1]
-        weight = self._matrix(num_rows, num_features, int8=self.quantization == "int8")
+        weight = self._matrix(num_rows, num_features)
         biases = [self._cut(f"{name}.bias", size).local_shape[0] for name, size in parts] if bias else []
         bias_tensor = self._arena.tensor(sum(biases)) if bias else None
         for kind, whole in (("weight", weight), ("bias", bias_tensor)):
@@ -326,8 +359,6 @@ def _compiled(decoder: Decoder, max_model_len: int) -> "CompiledDecoder | None":
 
 
 def _gpu(decoder: Decoder, kernels: Kernels) -> "GpuDecoder | None":
-    if decoder.quantization is not None:
-        return None
     installed = find_spec("triton") is not None
     if kernels == "triton" and not installed:
         raise ConfigError("kernels is 'triton', which is not installed here: pip install triton (Linux on x86-64)")

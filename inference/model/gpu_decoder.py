@@ -20,11 +20,12 @@ from inference.kernels.gpu_attention import AttentionShape, AttentionStep, Tiles
 from inference.kernels.gpu_heads import norm_rope_store
 from inference.kernels.gpu_launch import interpreted
 from inference.kernels.gpu_norm import add_rms_norm, gated_silu, rms_norm, rms_norm_add
+from inference.kernels.gpu_quantized import quantized_linear
 from inference.model import layers
 from inference.model.attention import AttentionInput
 from inference.model.kv_pools import KVPools
-from inference.model.layers import linear
 from inference.model.step_tensors import moved
+from inference.quantization.formats import BY_DTYPE
 from inference.step_batch import StepBatch
 from olmorl.contract.errors import ConfigError
 
@@ -118,8 +119,8 @@ class GpuDecoder:
                 h_TM = add_rms_norm(x_TM, y_TM, layer.mlp_norm, eps)
             else:
                 rms_norm_add(x_TM, y_TM, layer.attention_norm, eps)
-            y_TM = gated_silu(linear(h_TM, layer.gate_up, layer.gate_up_bias))
-            y_TM = decoder.summed_linear(y_TM, layer.down, layer.down_bias)
+            y_TM = gated_silu(self._linear(h_TM, layer.gate_up, layer.gate_up_bias))
+            y_TM = self._summed_linear(y_TM, layer.down, layer.down_bias)
             if not pre:
                 rms_norm_add(x_TM, y_TM, layer.mlp_norm, eps)
         return _join(x_TM, y_TM if pre else None, decoder.norm, eps)
@@ -129,7 +130,7 @@ class GpuDecoder:
     ) -> torch.Tensor:
         heads = layer.attention
         keys_BKDS, values_BKSD = pools.layer(index)
-        qkv_TX = linear(h_TM, layer.qkv, layer.qkv_bias)
+        qkv_TX = self._linear(h_TM, layer.qkv, layer.qkv_bias)
         q_norm, k_norm, qk_norm = heads.q_norm, heads.k_norm, heads.qk_norm
         if qk_norm == "whole" and heads.ranks.size > 1:  # the mean is over all ranks, which a kernel does not reach
             self._norm_over_ranks(qkv_TX, heads)
@@ -158,7 +159,24 @@ class GpuDecoder:
             window=heads.window,
             num_processors=self._num_processors,
         )
-        return self._decoder.summed_linear(out_TX, layer.out, layer.out_bias)
+        return self._summed_linear(out_TX, layer.out, layer.out_bias)
+
+    @staticmethod
+    def _linear(x_TX: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if weight.dtype in BY_DTYPE:
+            return quantized_linear(x_TX, weight, bias)
+        return layers.linear(x_TX, weight, bias)
+
+    def _summed_linear(self, x_TX: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if weight.dtype in BY_DTYPE:  # which only a decoder on one device has
+            return quantized_linear(x_TX, weight, bias)
+        return self._decoder.summed_linear(x_TX, weight, bias)
+
+    def logits(self, hidden_RM: torch.Tensor, head_VM: torch.Tensor) -> torch.Tensor:
+        """[R, V] float32"""
+        if head_VM.dtype in BY_DTYPE:
+            return quantized_linear(hidden_RM, head_VM, dtype=torch.float32)
+        return layers.head_logits(hidden_RM, head_VM)
 
     @staticmethod
     def _norm_over_ranks(qkv_TX: torch.Tensor, heads: AttentionInput) -> None:

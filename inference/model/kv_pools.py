@@ -44,12 +44,12 @@ class KVPools:
         ]
 
         self.block_size = block_size
-        self.block_step = 2 * arch.num_kv_heads * block_size * arch.head_dim * dtype.itemsize
+        self.block_step = self.full.data_LB2KX.stride(1) * dtype.itemsize
         """bytes from a block of a layer to the next"""
         self.addresses_L2 = np.array([[part.data_ptr() for part in layer] for layer in self._layers], np.int64)
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys [B, K, D, S] and values [B, K, S, D] of one layer of the model."""
+        """Keys and values of one layer of the model, as `KVPool.layer` says."""
         return self._layers[index]
 
     def copy_blocks(self, copies: Copies, window_copies: Copies) -> None:
@@ -57,6 +57,10 @@ class KVPools:
             self.full.copy_blocks(copies)
         if window_copies:
             self.windowed.copy_blocks(window_copies)
+
+    @property
+    def int8(self) -> bool:
+        return self.full.data_LB2KX.dtype == torch.int8
 
     @property
     def num_bytes(self) -> int:

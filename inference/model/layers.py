@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from inference.model.frequencies import rope_frequencies
 from inference.model.rope import Rope
 from inference.model.tensor_parallel import ALONE, TensorParallel
-from inference.quantization.int8 import int8_linear
+from inference.quantization.formats import BY_DTYPE
 
 _HEAD_ROWS = 8192  # of the head, widened at once
 
@@ -22,16 +22,16 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, ranks: TensorPar
 
 
 def linear(x_TM: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`weight` may be int8 rows, see `inference.quantization.int8`."""
-    if weight.dtype == torch.int8:
-        return int8_linear(x_TM, weight, bias)
+    """`weight` may be quantised rows, see `inference.quantization.formats`."""
+    if weight.dtype in BY_DTYPE:
+        return BY_DTYPE[weight.dtype].linear(x_TM, weight, bias)
     return F.linear(x_TM, weight, bias)
 
 
 def head_logits(hidden_RM: torch.Tensor, head_VM: torch.Tensor) -> torch.Tensor:
-    """[R, V] float32, summed in float32 and never rounded to the model's dtype. The head may be int8 rows."""
-    if head_VM.dtype == torch.int8:
-        return int8_linear(hidden_RM.float(), head_VM)
+    """[R, V] float32, summed in float32 and never rounded to the model's dtype. The head may be quantised rows."""
+    if head_VM.dtype in BY_DTYPE:
+        return BY_DTYPE[head_VM.dtype].linear(hidden_RM.float(), head_VM, None)
     if head_VM.dtype == torch.float32:
         return F.linear(hidden_RM, head_VM)
     if head_VM.is_cuda:

@@ -12,7 +12,7 @@ from inference.model.decoder import Decoder
 from inference.model.tensor_parallel import ALONE, TensorParallel
 from inference.quantization.packed import read_packing, unpacked
 from olmorl.contract.errors import ModelError
-from olmorl.contract.generation import Kernels, Quantization
+from olmorl.contract.generation import Kernels, KvCacheDtype, Quantization
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Not parameters: buffers that old checkpoints carry, and the copy of a tied head.
@@ -44,6 +44,7 @@ def load_decoder(
     ranks: TensorParallel = ALONE,
     quantization: Quantization | None = None,
     quantize_head: bool = False,
+    kv_cache_dtype: KvCacheDtype = "auto",
 ) -> Decoder:
     arch = read_architecture(folder)
     if dtype not in DTYPES:
@@ -58,6 +59,7 @@ def load_decoder(
         ranks=ranks,
         quantization=quantization,
         quantize_head=quantize_head,
+        kv_dtype=torch.int8 if kv_cache_dtype == "int8" else None,
     )
     shapes = {spec.name: spec.shape for spec in decoder.specs}
     missing = set(shapes)

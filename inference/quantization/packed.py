@@ -1,4 +1,4 @@
-"""GPTQ and AWQ checkpoints: from their packed words to the dense weights that they stand for.
+"""GPTQ and AWQ checkpoints: from their packed words to the dense weights that they stand for, and back.
 
 Both store whole numbers q with a scale and a zero for each group of inputs: weight = (q - zero) * scale. They differ in
 how the numbers lie in 32-bit words:
@@ -18,6 +18,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from inference.quantization.grid import Quantized
 from olmorl.contract.errors import ModelError
 
 PARTS = ("qweight", "qzeros", "scales", "g_idx")
@@ -67,6 +68,37 @@ def unpacked(tensors: Iterable[tuple[str, torch.Tensor]], packing: Packing) -> I
             yield name, tensor
     for module in list(modules):
         yield f"{module}.weight", _dense(module, modules.pop(module), packing)
+
+
+def packed(weights: Quantized, packing: Packing) -> dict[str, torch.Tensor]:
+    """The parts of a module, by the end of their names. ValueError where its shape does not fill whole words."""
+    numbers_NK, zeros_GN = weights.numbers_NK.numpy(), weights.zeros_GN.numpy().astype(np.uint8)
+    parts = {"scales": weights.scales_GN.half().contiguous()}
+    if packing.method == "awq":
+        qweight, qzeros = _words(_awq_order(numbers_NK.T), packing.bits), _words(_awq_order(zeros_GN), packing.bits)
+    else:
+        stored_GN = (zeros_GN - np.uint8(packing.zero_offset)) & np.uint8((1 << packing.bits) - 1)
+        qweight, qzeros = _words(numbers_NK, packing.bits).T, _words(stored_GN, packing.bits)
+        parts["g_idx"] = weights.group_K.to(torch.int32)
+    return parts | {
+        "qweight": torch.from_numpy(np.ascontiguousarray(qweight)),
+        "qzeros": torch.from_numpy(np.ascontiguousarray(qzeros)),
+    }
+
+
+def _awq_order(numbers_RX: np.ndarray) -> np.ndarray:
+    if numbers_RX.shape[1] % 8:
+        raise ValueError(f"{numbers_RX.shape[1]} outputs are not a multiple of 8")
+    eights = numbers_RX.reshape(len(numbers_RX), -1, 8)
+    return eights[:, :, np.argsort(_AWQ_ORDER)].reshape(numbers_RX.shape)
+
+
+def _words(numbers_RX: np.ndarray, bits: int) -> np.ndarray:
+    """[R, W] int32: the opposite of `_numbers`."""
+    if numbers_RX.shape[1] * bits % 32:
+        raise ValueError(f"{numbers_RX.shape[1]} numbers of {bits} bits do not fill words of 32")
+    each = np.unpackbits(numbers_RX.astype(np.uint8)[:, :, None], axis=2, bitorder="little")[:, :, :bits]
+    return np.packbits(each.reshape(len(each), -1), axis=1, bitorder="little").view(np.int32)
 
 
 def _dense(module: str, parts: dict[str, torch.Tensor], packing: Packing) -> torch.Tensor:

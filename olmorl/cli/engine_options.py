@@ -30,10 +30,11 @@ def _options(
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="Bitwise the same in any batch, or an error.")
     ] = False,
-    quantization: Annotated[str | None, typer.Option(help="int8, or as the model is.")] = None,
+    quantization: Annotated[str | None, typer.Option(help="int8, int4, or as the model is.")] = None,
     quantize_head: Annotated[
         bool, typer.Option("--quantize-head", help="The head in the precision of --quantization too.")
     ] = False,
+    kv_cache_dtype: Annotated[str, typer.Option(help="auto: the model's; int8: a quarter of float32.")] = "auto",
     speculative: Annotated[
         str | None, typer.Option(help="suffix: guess tokens from what a prompt's samples have said; model: by another.")
     ] = None,

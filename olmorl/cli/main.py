@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from olmorl import __version__
-from olmorl.cli import bench, rollout, serve
+from olmorl.cli import bench, quantize, rollout, serve
 from olmorl.cli.shadowed import refuse_shadowed_packages
 from olmorl.contract.errors import ConfigError, OlmoRLError
 
@@ -32,6 +32,7 @@ app = typer.Typer(
 
 
 app.add_typer(bench.app, name="bench")
+app.command()(quantize.quantize)
 app.command()(rollout.rollout)
 app.command()(serve.serve)
 

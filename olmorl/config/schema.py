@@ -112,10 +112,12 @@ class InferenceSection(Section):
     prefix_caching: bool = True
     batching: Literal["continuous", "static"] = "continuous"
     """static: the slot of a finished sample stays empty until its whole batch is done; the baseline of comparisons"""
-    quantization: Literal["int8"] | None = None
-    """int8: rollouts with quantised weights and tokens, quantised anew at every update"""
+    quantization: Literal["int8", "int4"] | None = None
+    """rollouts with weights of so many bits, quantised anew at every update"""
     quantize_head: bool = False
     """the head too: faster, and further from the learner's logprobs"""
+    kv_cache_dtype: Literal["auto", "int8"] = "auto"
+    """int8: keys and values in a quarter to a half of the memory, on a CPU"""
     speculative: Literal["suffix", "model"] | None = None
     """guess the next tokens and judge several in one step; tokens and logprobs stay what they are. suffix: from what
     the samples of a prompt have said; model: by draft_model"""

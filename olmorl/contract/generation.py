@@ -14,7 +14,8 @@ from olmorl.contract.weights import TensorSpec
 
 FinishReason = Literal["stop", "length", "abort"]
 Kernels = Literal["auto", "torch", "triton"]
-Quantization = Literal["int8"]
+Quantization = Literal["int8", "int4"]
+KvCacheDtype = Literal["auto", "int8"]
 Speculative = Literal["suffix", "model"]
 VersionSpan = tuple[int, int, int]  # policy version, first token, one past the last
 OBSERVED = -1  # in place of a version: tokens that an environment wrote
@@ -174,10 +175,13 @@ class EngineConfig:
     prefix_caching: bool = True
     batching: Literal["continuous", "static"] = "continuous"
     quantization: Quantization | None = None
-    """"int8": the layers' matrices, with a scale for each output, times tokens of 16 bits with a scale each; quantised
-    at load and at every update. Norms, embedding and head stay in `dtype`"""
+    """the layers' matrices, times tokens of 16 bits with a scale each: "int8" with a scale for each output, "int4" with
+    scale and minimum for 32 inputs of each; quantised at load and at every update. Norms, embedding and head stay in
+    `dtype`"""
     quantize_head: bool = False
     """the head in the precision of `quantization` too"""
+    kv_cache_dtype: KvCacheDtype = "auto"
+    """"auto": `dtype`; "int8": with a scale for each token and head, for kernels on a CPU and in torch"""
     speculative: Speculative | None = None
     """guess the next tokens and judge several in one step; tokens and logprobs stay what they are. "suffix": from what
     the sample and others of its prompt have said; "model": by `draft_model`"""

@@ -102,6 +102,7 @@ def engine_config(config: Config, placement: Placement, log_dir: Path | None = N
         batching=section.batching,
         quantization=section.quantization,
         quantize_head=section.quantize_head,
+        kv_cache_dtype=section.kv_cache_dtype,
         speculative=section.speculative,
         draft_model=section.draft_model,
         speculative_tokens=section.speculative_tokens,

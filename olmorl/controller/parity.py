@@ -35,16 +35,20 @@ class Limits:
 
 
 EXACT, ROUNDED, QUANTIZED = Limits(1e-5, 1e-4), Limits(1e-2, math.inf), Limits(0.15, math.inf)
-"""int8 is 0.05 to 0.075 off"""
+"""int8 weights are 0.05 to 0.075 off, int8 keys and values less"""
+COARSE = Limits(0.6, math.inf)
+"""int4 weights"""
 
 
-def parity_limits(*dtypes: str, tolerance: float | None, quantized: bool = False) -> Limits:
+def parity_limits(
+    *dtypes: str, tolerance: float | None, quantization: str | None = None, kv_cache_dtype: str = "auto"
+) -> Limits:
     """What computing in these dtypes, with quantised rollouts or not, may differ by; or `tolerance` as the mean and ten
     times it as the worst."""
     if tolerance is not None:
         return Limits(tolerance, 10 * tolerance)
-    if quantized:
-        return QUANTIZED
+    if quantization is not None or kv_cache_dtype != "auto":
+        return COARSE if quantization == "int4" else QUANTIZED
     return EXACT if all(dtype == "float32" for dtype in dtypes) else ROUNDED
 
 

@@ -14,6 +14,7 @@ from olmorl.contract.errors import ParityError
 from olmorl.contract.generation import RolloutSample, SamplingParams
 from olmorl.contract.training import LearnerConfig, TrainSample
 from olmorl.controller.parity import (
+    COARSE,
     EXACT,
     QUANTIZED,
     ROUNDED,
@@ -114,7 +115,9 @@ def test_the_limit_goes_by_the_coarser_dtype() -> None:
     assert parity_limits("float32", "float32", tolerance=None) is EXACT
     assert parity_limits("bfloat16", "float32", tolerance=None) is ROUNDED
     assert parity_limits("bfloat16", tolerance=3e-3) == Limits(3e-3, 3e-2)
-    assert parity_limits("float32", "float32", tolerance=None, quantized=True) is QUANTIZED
+    assert parity_limits("float32", "float32", tolerance=None, quantization="int8") is QUANTIZED
+    assert parity_limits("float32", "float32", tolerance=None, kv_cache_dtype="int8") is QUANTIZED
+    assert parity_limits("float32", tolerance=None, quantization="int4", kv_cache_dtype="int8") is COARSE
 
 
 def test_prompts_are_long_enough_for_float32() -> None:

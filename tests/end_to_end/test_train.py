@@ -271,19 +271,29 @@ def test_the_loop_is_a_library(tmp_path: Path, command_in: Callable[[Path], Any]
     run.close()
 
 
-def test_int8_rollouts_train(command: Any, checks: Any) -> None:
+@pytest.mark.parametrize(
+    ("settings", "most"),
+    [
+        (("inference.quantization=int8", "inference.quantize_head=true", "inference.speculative=suffix"), 0.1),
+        pytest.param(
+            ("inference.quantization=int4", "inference.kv_cache_dtype=int8", "inference.speculative=suffix"),
+            0.6,
+            marks=pytest.mark.soak,
+        ),
+    ],
+    ids=["int8", "int4 and int8 KV"],
+)
+def test_quantised_rollouts_train(command: Any, checks: Any, settings: tuple[str, ...], most: float) -> None:
     """Quantised anew at every update: what was sent is what came, and engine and learner differ by the precision.
 
     Guesses at the next tokens change nothing of that.
     """
-    command.run(
-        "run.steps=3", "inference.quantization=int8", "inference.quantize_head=true", "inference.speculative=suffix"
-    )
+    command.run("run.steps=3", *settings)
     checks.one_row_a_step(command, 3)
     checks.one_fate_each(command)
     for row in command.metrics():
         assert row["canary/checksum_ok"] == 1
-        assert 1e-4 < row["canary/logprob_abs_diff_mean"] < 0.1, "no less than int8 costs, and no more"
+        assert 1e-4 < row["canary/logprob_abs_diff_mean"] < most, "no less than the bits cost, and no more"
     for row in command.metrics()[1:]:
         assert 0 <= row["off_policy/capped_fraction"] < 0.1 and row["throughput/inference_mbu"] > 0
     assert any(row.get("engine/draft_acceptance", 0) > 0 for row in command.metrics())

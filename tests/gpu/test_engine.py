@@ -241,7 +241,7 @@ def test_blocks_fill_the_room_and_no_more(device: torch.device, window: int | No
         block_bytes = 2 * 2 * 16 * 4 * 4  # keys and values, 2 heads of 16, 4 tokens, float32
         return block_bytes * (2 * blocks if window is None else blocks + sliding)
 
-    blocks = blocks_that_fit(room, arch, element_size=4, config=config, window=window)
+    blocks = blocks_that_fit(room, arch, head_bytes=4 * arch.head_dim, config=config, window=window)
     assert used(blocks) <= room
     assert used(blocks + 1) > room or blocks == 4 * 50
 

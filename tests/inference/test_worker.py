@@ -24,6 +24,7 @@ from olmorl.contract.weights import SyncGroup, TensorSpec, combine_checksums, pl
 BUCKET_BYTES = 4096
 LONG = SamplingParams(n=4, seed=1, max_tokens=100, ignore_eos=True)
 INT8 = {"quantization": "int8", "quantize_head": True}
+INT4 = {"quantization": "int4", "quantize_head": True}
 
 
 @pytest.fixture
@@ -292,9 +293,12 @@ def test_a_sender_that_stops_halfway_is_a_sync_error_and_a_new_epoch_works(
     assert worker.commit_weights(0, sender.recv()).version == 0
 
 
-@pytest.mark.parametrize("staging", ["device", "host", "none"])
-@pytest.mark.parametrize("options", [INT8], ids=["int8"])
-def test_what_int8_makes_of_an_update_does_not_depend_on_the_staging(
+@pytest.mark.parametrize(
+    ("options", "staging"),
+    [(INT8, "device"), (INT8, "host"), (INT8, "none"), (INT4, "device"), (INT4, "none")],
+    ids=["int8, device", "int8, host", "int8, none", "int4, device", "int4, none"],
+)
+def test_what_is_made_of_an_update_does_not_depend_on_the_staging(
     worker: InferenceWorker, sender: Any, model_folder: str, options: dict[str, Any], staging: str
 ) -> None:
     port = sender.recv()

@@ -1,0 +1,178 @@
+"""Linear layers with weights in 8 or 4 bits over panels of tokens: `inference.kernels.cpu_linear` with other products.
+
+`bits` says which: layouts are those of `inference.kernels.cpu_int8_tile` and `cpu_int4_tile`, of tokens those of
+`inference.kernels.cpu_dot`. Addresses and steps are in words of 4 bytes.
+"""
+
+from typing import Any
+
+import numpy as np
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from inference.kernels import cpu_int4_tile, cpu_int8_tile
+from inference.kernels.compiling import exact
+from inference.kernels.cpu_dot import DOT, WIDE, quantize
+from inference.kernels.cpu_int4_tile import GROUP, QUADS, WORDS, group_sums
+from inference.kernels.cpu_ir import integer, offset
+from inference.kernels.cpu_linear import add_bias, chunk_rows, gate
+from inference.kernels.cpu_math import floats
+from inference.kernels.cpu_team import take
+from inference.kernels.cpu_tile import LANES
+
+_LONG_ROW = 1 << 14  # bytes, as in `inference.kernels.cpu_linear`
+
+
+@exact
+def row_words(bits, num_features):  # type: ignore[no-untyped-def]
+    words = (num_features + 3) // 4 + 2 if bits == 8 else (num_features + GROUP - 1) // GROUP * (WORDS + 1)
+    return (words + 3) // 4 * 4
+
+
+@exact
+def token_quads(bits, num_features):  # type: ignore[no-untyped-def]
+    return (num_features + 3) // 4 if bits == 8 else (num_features + GROUP - 1) // GROUP * QUADS
+
+
+@exact
+def quantize_panels(thread, threads, bits, x, x_panel, num_features, quantized, scales, sums, tokens):  # type: ignore[no-untyped-def]
+    """Every `threads`-th panel of 16 tokens, from floats at `x` to bytes at `quantized`."""
+    quads = token_quads(bits, num_features)
+    groups = quads // QUADS
+    for panel in range(thread, (tokens + LANES - 1) // LANES, threads):
+        into = quantized + 4 * panel * 2 * quads * LANES
+        quantize(x + 4 * panel * x_panel, num_features, quads, int(bits == 4), into, scales + 4 * panel * LANES)
+        if bits == 4:
+            group_sums(into, groups, sums + 4 * panel * groups * LANES)
+
+
+@exact
+def quantized_linear(  # type: ignore[no-untyped-def]
+    signals, piece, threads, bits, weight, bias, num_rows, num_features, x, scales, sums, out, out_step, out_panel,
+    tokens,
+):  # fmt: skip
+    """out = weight x + bias, in float32. `bias` may be 0."""
+    words = row_words(bits, num_features)
+    size = chunk_rows(num_rows, words, threads)
+    while True:
+        first = take(signals, piece, size)
+        if first >= num_rows:
+            return
+        rows = min(size, num_rows - first)
+        start = out + 4 * first * out_step
+        w = weight + 4 * first * words
+        _rows(bits, w, words, num_features, x, scales, sums, start, out_step, out_panel, rows, tokens)
+        if bias != 0:
+            add_bias(floats(bias + 4 * first, rows), start, out_step, out_panel, tokens)
+
+
+@exact
+def quantized_gated_linear(  # type: ignore[no-untyped-def]
+    signals, piece, threads, bits, weight, bias, size, num_features, x, scales, sums, out, panel, tokens
+):
+    """out[:size] = silu(gate x) * (up x); `weight` holds gate above up, and so does `out` for the time being."""
+    words = row_words(bits, num_features)
+    taken, lanes = chunk_rows(size, words, threads), np.int64(LANES)
+    while True:
+        first = take(signals, piece, taken)
+        if first >= size:
+            return
+        rows = min(taken, size - first)
+        for row in (first, size + first):
+            start = out + 4 * row * LANES
+            w = weight + 4 * row * words
+            _rows(bits, w, words, num_features, x, scales, sums, start, lanes, panel, rows, tokens)
+            if bias != 0:
+                add_bias(floats(bias + 4 * row, rows), start, lanes, panel, tokens)
+        for at in range(0, tokens, LANES):
+            start = out + 4 * (at // LANES * panel + first * LANES)
+            gate(floats(start, rows * LANES), floats(start + 4 * size * LANES, rows * LANES))
+
+
+@exact
+def _rows(bits, w, words, num_features, x, scales, sums, out, out_step, out_panel, rows, tokens):  # type: ignore[no-untyped-def]
+    """Blocks as high and wide as the registers allow, 16 (AVX2) or 32 (AVX-512)."""
+    quads = token_quads(bits, num_features)
+    count = quads if bits == 8 else quads // QUADS
+    left, planes, groups = (tokens + LANES - 1) // LANES, 2 * quads * LANES, quads // QUADS * LANES
+    ahead = 1 if 4 * words <= _LONG_ROW else 0
+    while left > 0:
+        taken = 1
+        if WIDE == 16 and left >= 2:
+            each = rows // 6
+            product(bits, w, words, count, x, scales, sums, out, out_step, out_panel, each, ahead, 6, 2, 16, DOT)
+            done, taken = each * 6, 2
+        elif WIDE == 16:
+            each = rows // 12
+            product(bits, w, words, count, x, scales, sums, out, out_step, out_panel, each, ahead, 12, 1, 16, DOT)
+            done = each * 12
+        else:
+            each = rows // 4
+            for lane in range(0, 4 * LANES, 32):
+                at, to, scale, total = x + lane, out + lane, scales + lane, sums + lane
+                product(bits, w, words, count, at, scale, total, to, out_step, out_panel, each, ahead, 4, 1, 8, DOT)
+            done = each * 4
+        if done < rows:
+            tail, rest, each = w + 4 * done * words, out + 4 * done * out_step, rows - done
+            for panel in range(taken):
+                for lane in range(0, LANES, 8):
+                    at, scale = x + 4 * (panel * planes + lane), scales + 4 * (panel * LANES + lane)
+                    total, to = sums + 4 * (panel * groups + lane), rest + 4 * (panel * out_panel + lane)
+                    product(bits, tail, words, count, at, scale, total, to, out_step, out_panel, each, 0, 1, 1, 8, DOT)
+        left -= taken
+        x, out = x + 4 * taken * planes, out + 4 * taken * out_panel
+        scales, sums = scales + 4 * taken * LANES, sums + 4 * taken * groups
+        ahead = 0  # what follows finds the weights in the cache
+
+
+@intrinsic(prefer_literal=True)
+def product(  # type: ignore[no-untyped-def]
+    typing_context,
+    bits,
+    weights,
+    row,
+    count,
+    tokens,
+    scales,
+    sums,
+    out,
+    out_step,
+    out_panel,
+    num_blocks,
+    ahead,
+    rows,
+    panels,
+    lanes,
+    dot,
+):
+    """`num_blocks` blocks of `rows` outputs, in float32, for the first `lanes` tokens of each of `panels` panels.
+
+    `row`: words from a weight row to the next; `count`: quads of a row in 8 bits, groups in 4; `ahead` as in
+    `inference.kernels.cpu_tile.product`.
+    """
+    shape = [t.literal_value for t in (rows, panels, lanes)]
+    kind = dot.literal_value
+    signature = types.void(*[types.int64] * 12, rows, panels, lanes, dot)
+
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        bits, weights, row, count, tokens, scales, sums, out, out_step, out_panel, blocks, ahead = args[:12]
+
+        def run(tile: Any) -> None:
+            with cgutils.for_range(builder, blocks) as row_loop:
+                first = builder.mul(row_loop.index, integer(shape[0]))
+                weight_rows = [
+                    offset(builder, weights, builder.mul(row, builder.add(first, integer(r)))) for r in range(shape[0])
+                ]
+                following = offset(builder, weight_rows[0], builder.mul(ahead, builder.mul(row, integer(shape[0]))))
+                to = (offset(builder, out, builder.mul(first, out_step)), out_step, out_panel)
+                tile(builder, shape, kind, weight_rows, following, count, (tokens, scales, sums), to)
+
+        with builder.if_else(builder.icmp_signed("==", bits, integer(8))) as (eight, four):
+            with eight:
+                run(cpu_int8_tile.tile)
+            with four:
+                run(cpu_int4_tile.tile)
+        return _context.get_dummy_value()
+
+    return signature, generate
