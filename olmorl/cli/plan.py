@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
@@ -11,7 +12,8 @@ from rich.table import Table
 from olmorl.config.load import load_config
 from olmorl.config.schema import Config
 from olmorl.contract.errors import ConfigError
-from olmorl.planner.costs import EngineCost, device, fitted_engine
+from olmorl.planner.costs import LEARNER_EFFICIENCY, EngineCost, device
+from olmorl.planner.fit import fitted_engine, fitted_learner
 from olmorl.planner.load import Load, lognormal_lengths, read_lengths
 from olmorl.planner.plan import Plan, Question, as_json, explain, plans, sensitivity
 from olmorl.planner.shape import model_shape
@@ -32,6 +34,7 @@ def plan(
     mean_length: float | None,
     zero_variance: float,
     bench: Path | None,
+    learner_bench: Path | None,
     json_file: Path | None,
     plot: Path | None,
 ) -> None:
@@ -45,6 +48,7 @@ def plan(
         mean_length=mean_length,
         zero_variance=zero_variance,
         bench=bench,
+        learner_bench=learner_bench,
     )
     console = Console()
     with Progress(console=Console(stderr=True), transient=True) as bar:
@@ -73,6 +77,7 @@ def _question(
     mean_length: float | None,
     zero_variance: float,
     bench: Path | None,
+    learner_bench: Path | None,
 ) -> Question:
     if gpus < 2:
         raise ConfigError(f"--gpus {gpus}: a plan splits at least 2 devices; one that serves both roles needs no plan")
@@ -82,11 +87,10 @@ def _question(
     drawn = read_lengths(lengths) if lengths else lognormal_lengths(mean_length or MEAN_OF_LONGEST * longest, longest)
     factors = None
     if bench is not None:
-        try:
-            measured = json.loads(bench.read_text())
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"--bench {bench}: {error}") from None
-        factors = fitted_engine(EngineCost(shape=model, device=hardware), measured)
+        factors = fitted_engine(EngineCost(shape=model, device=hardware), read_bench(bench, "--bench"))
+    efficiency = LEARNER_EFFICIENCY
+    if learner_bench is not None:
+        efficiency = fitted_learner(model, read_bench(learner_bench, "--learner-bench")).efficiency
     return Question(
         shape=model,
         device=hardware,
@@ -103,7 +107,19 @@ def _question(
         active_sampling=rollout.active_sampling,
         seed=config.run.seed,
         factors=factors,
+        learner_efficiency=efficiency,
     )
+
+
+def read_bench(path: Path, option: str) -> dict[str, Any]:
+    """Raises ConfigError."""
+    try:
+        figures = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{option} {path}: {error}") from None
+    if not isinstance(figures, dict):
+        raise ConfigError(f"{option} {path}: not the JSON of a benchmark")
+    return figures
 
 
 def _table(found: Sequence[Plan], question: Question) -> Table:
