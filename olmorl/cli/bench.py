@@ -8,6 +8,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+TABLE_WIDTH = 150  # at least, also where nobody says how wide the terminal is
+
 app = typer.Typer(help="Measure the parts of the system on this machine.", no_args_is_help=True, rich_markup_mode=None)
 
 
@@ -171,7 +173,7 @@ def ablation(
         overrides=overrides or [],
         progress=lambda told: console.print(f"[dim]{told}[/dim]"),
     )
-    Console().print(ablation_table(figures))
+    Console(width=max(console.width, TABLE_WIDTH)).print(ablation_table(figures))
     if json_file is not None:
         json_file.write_text(json.dumps(figures, indent=1) + "\n")
     if plot is not None:
