@@ -200,6 +200,7 @@ def run_settings(folder: Path, load: AblationLoad) -> list[str]:
         f"run.output_dir={folder}",
         f"run.steps={ENDLESS}",
         f"checkpoint.every={ENDLESS}",
+        "eval.every=0",
         f"inference.threads={load.threads}",
         f"learner.threads={load.threads}",
         "logging.console=false",

@@ -6,6 +6,8 @@ Each is measured alone and then beside the other, for on one machine they share 
 import json
 import multiprocessing
 import random
+import signal
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -27,6 +29,7 @@ from olmorl.planner.shape import ModelShape, model_shape
 WAVES = 3  # of slots that the engine's benchmark fills, the last of which runs out
 LEARNER_STEPS = 3
 READY_SECONDS = 180.0  # for the other side to load and compile
+ENDING_SECONDS = 20.0  # for a step under way
 _SPAWN = multiprocessing.get_context("spawn")
 
 
@@ -137,7 +140,7 @@ def _learner_options(config: Config) -> dict[str, Any]:
 def _beside(work: Callable[..., None], *args: object) -> Iterator[None]:
     """`work(*args, ready)` goes on in another process meanwhile."""
     ready = _SPAWN.Event()
-    process = _SPAWN.Process(target=work, args=(*args, ready), daemon=True)
+    process = _SPAWN.Process(target=_until_told, args=(work, *args, ready), daemon=True)
     process.start()
     try:
         if not ready.wait(READY_SECONDS):
@@ -148,8 +151,16 @@ def _beside(work: Callable[..., None], *args: object) -> Iterator[None]:
         if not process.is_alive():
             raise WorkerError(f"{work.__name__} ended with exit code {process.exitcode} while it was needed")
     finally:
+        process.terminate()
+        process.join(ENDING_SECONDS)
         process.kill()
         process.join()
+
+
+def _until_told(work: Callable[..., None], *args: object) -> None:
+    """A request to end is an exit like any other, that leaves nothing behind."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    work(*args)
 
 
 def _engine_for_ever(model: str, workload: Path, options: dict[str, Any], ready: Event) -> None:
