@@ -224,15 +224,16 @@ def measure(config: Config, load: AblationLoad) -> RunFigures:
         return RunFigures(**json.loads(file.read_text()))
     if directory.exists():
         shutil.rmtree(directory)  # of an ablation that was interrupted
-    skip = config.rollout.async_steps + 2
+    skip = config.rollout.async_steps + 1
     with Run(config) as run:
         run.start()
         started = time.monotonic()
-        while run.version < skip + load.steps or time.monotonic() - started < load.seconds:
+        while run.version <= skip + load.steps or time.monotonic() - started < load.seconds:
             run.train_step(run.next_batch())
             run.publish()
             if run.version == skip:
                 started = time.monotonic()
+    # The row of the last step may be missing: it is written when its update is live.
     figures = run_figures(list(read_metrics(directory / "metrics.jsonl")), skip=skip)
     log.info("%s: %s", directory.name, figures)
     file.write_text(json.dumps(asdict(figures), indent=1) + "\n")

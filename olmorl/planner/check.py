@@ -54,7 +54,7 @@ def compare(
     read = []
     for run in runs:
         config = load_config(run / "config.toml")
-        figures = run_figures(list(read_metrics(run / "metrics.jsonl")), skip=config.rollout.async_steps + 2)
+        figures = run_figures(list(read_metrics(run / "metrics.jsonl")), skip=config.rollout.async_steps + 1)
         read.append((run, config, figures))
     fastest = min((figures for _, _, figures in read), key=lambda f: f.update_seconds)
     return [

@@ -37,6 +37,7 @@ def setup_of_run(
         window=rollout.staleness_window,
         active_sampling=rollout.active_sampling,
         oversampling=rollout.oversampling or 1,
+        max_overtaken=0 if rollout.oversampling else rollout.max_overtaken,
         sync_mode=config.sync.mode,
         recompute_kv=config.sync.kv == "recompute",
         batching=inference.batching,

@@ -35,6 +35,7 @@ class Setup:
     active_sampling: bool = True
     oversampling: int = 1
     """without active sampling: so many times the prompts are drawn for a step, and those with signal are trained"""
+    max_overtaken: int | None = None
     sync_mode: Literal["inflight", "pause", "drain"] = "inflight"
     recompute_kv: bool = False
     batching: Literal["continuous", "static"] = "continuous"

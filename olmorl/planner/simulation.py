@@ -72,7 +72,10 @@ class Simulation:
         drawn = 1 if setup.active_sampling else setup.oversampling
         window = 2 * setup.async_steps if setup.window is None else setup.window
         self._buffer = RolloutBuffer(
-            groups_per_batch=setup.prompts_per_step * drawn, async_steps=setup.async_steps, window=window
+            groups_per_batch=setup.prompts_per_step * drawn,
+            async_steps=setup.async_steps,
+            window=window,
+            max_overtaken=setup.max_overtaken,
         )
         self._clock = Clock()
         self._engines = [SimEngine(_scheduler(setup), setup.engine, self._clock, on_finished=self._sampled)
