@@ -210,6 +210,7 @@ def run_settings(folder: Path, load: AblationLoad) -> list[str]:
 
 def _same_load(folder: Path, said: dict[str, Any]) -> None:
     file = folder / "ablation.json"
+    said["load"].pop("repeats")  # more of them may be added
     text = json.dumps(said, indent=1, default=str) + "\n"
     if file.exists() and file.read_text() != text:
         raise ConfigError(f"{folder} holds measurements of another load ({file}); give another folder, or remove it")
