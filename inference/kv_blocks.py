@@ -68,6 +68,23 @@ class KVBlocks:
             sequence.num_shared = first
         return True
 
+    def advance(self, sequence: Sequence, num_tokens: int) -> None:
+        """Blocks as if `sequence` had computed up to `num_tokens` one by one, `grow` and `slide` each time. The caller
+        has counted that there are enough. For simulators: what slid out of sight in between is never allocated."""
+        block_end = (sequence.num_computed // self.block_size + 1) * self.block_size
+        if self.window_allocator is None or sequence.num_computed < sequence.num_shared * self.block_size:
+            grown = self.grow(sequence, num_tokens if self.window_allocator is None else block_end, [], [])
+            assert grown, "blocks were counted"
+        if self.window_allocator is None:
+            return
+        sequence.blocks += self.allocator.allocate(max(0, self.count(num_tokens) - len(sequence.blocks)))
+        dead, had = self._num_dead(num_tokens), len(sequence.window_blocks)
+        self.window_allocator.release(sequence.window_blocks[i] for i in range(sequence.num_slid, min(dead, had)))
+        sequence.window_blocks[sequence.num_slid : dead] = [GONE] * max(0, dead - sequence.num_slid)
+        missing = self.count(num_tokens) - len(sequence.window_blocks)
+        sequence.window_blocks += self.window_allocator.allocate(max(0, missing))
+        sequence.num_slid = max(dead, sequence.num_slid)
+
     def slide(self, sequence: Sequence) -> None:
         """Give back the window blocks that no later token of `sequence` can see."""
         if self.window_allocator is None:

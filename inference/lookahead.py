@@ -6,6 +6,7 @@ What a sequence draws does not matter here, only when it ends. No torch here.
 
 from collections import Counter
 from collections.abc import Callable
+from itertools import repeat
 from typing import TYPE_CHECKING
 
 from inference.request import Sequence
@@ -45,18 +46,17 @@ def steps_until_change(scheduler: "Scheduler", *, ends_at: Callable[[Sequence], 
 
 
 def leap(scheduler: "Scheduler", steps: int, *, token: int = 0) -> None:
-    """The state after that many steps of mere decoding, each of which drew `token`. Block numbers may differ."""
-    assert 0 <= steps <= steps_until_change(scheduler), f"{steps} steps are more than lie ahead"
+    """The state after that many steps of mere decoding, each of which drew `token`. Block numbers may differ.
+
+    `steps` are no more than `steps_until_change` says, which is not asked again: simulators leap all the time."""
     while steps:
-        size = scheduler.block_size
-        stride = steps if scheduler.kv.window is None else min(steps, size)  # not beyond a window
+        size, stride = scheduler.block_size, steps
         if scheduler.prefix_caching:  # what is taken from the cache and what comes into it keep their order
             stride = min([stride, *(size - s.num_computed % size for s in scheduler.running if s.publishable)])
         for sequence in scheduler.running:
-            grown = scheduler.kv.grow(sequence, sequence.num_computed + stride, [], [])
-            assert grown, "blocks were counted"
+            scheduler.kv.advance(sequence, sequence.num_computed + stride)
         for sequence in scheduler.running:
-            sequence.token_ids += [token] * stride
+            sequence.token_ids.extend(repeat(token, stride))
             scheduler.computed(sequence, stride)
         steps -= stride
 
@@ -66,7 +66,9 @@ def _steps_with_blocks(scheduler: "Scheduler", steps: int) -> int:
     free = scheduler.allocator.num_free
     if scheduler.kv.window_allocator is not None and any(r.shared_prompt is not None for r in scheduler.waiting):
         free = min(free, scheduler.kv.window_allocator.num_free)
-    low, high = 0, max(steps, 0)
+    if steps <= 0 or blocks_needed(scheduler, steps) <= free:
+        return max(steps, 0)
+    low, high = 0, steps - 1
     while low < high:
         middle = (low + high + 1) // 2
         if blocks_needed(scheduler, middle) <= free:

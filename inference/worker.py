@@ -87,6 +87,7 @@ class InferenceWorker:
                     prompt,
                     request.params,
                     sample_indices=request.sample_indices,
+                    lengths=request.lengths,
                     priority=request.priority,
                     tag=request.lease,
                 )

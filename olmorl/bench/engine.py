@@ -68,7 +68,7 @@ def bench_engine(model: str, workload: Path, options: Mapping[str, Any]) -> dict
     for seed, group in enumerate(groups):
         params = SamplingParams(n=len(group.lengths), max_tokens=max(group.lengths), ignore_eos=True, seed=seed)
         llm.add_request(group.prompt, params, lengths=group.lengths)
-    decode, prefill = _run(llm)
+    decode, prefill, profile = _run(llm)
     seconds = time.perf_counter() - started
     after = llm.stats()
     total = {name: after[name] - before[name] for name in after}
@@ -99,6 +99,7 @@ def bench_engine(model: str, workload: Path, options: Mapping[str, Any]) -> dict
         result[f"{name}_seconds"] = spent.seconds
         result[f"{name}_mfu"] = spent.flops / busy / peak.flops
         result[f"{name}_mbu"] = spent.bytes / busy / peak.bandwidth
+    result["profile"] = profile
     return result
 
 
@@ -108,9 +109,11 @@ def _warm_up(llm: "LLM", group: Group) -> None:
     llm.generate([prompt], SamplingParams(n=min(len(group.lengths), 8), max_tokens=4, ignore_eos=True))
 
 
-def _run(llm: "LLM") -> tuple[Spent, Spent]:
-    """Steps that only decoded, and steps that computed any token of a prompt."""
+def _run(llm: "LLM") -> tuple[Spent, Spent, list[list[float]]]:
+    """Steps that only decoded, steps that computed any token of a prompt, and of each step: tokens computed, FLOPs,
+    seconds."""
     decode, prefill = Spent(), Spent()
+    profile: list[list[float]] = []
     now, stats = time.perf_counter(), llm.stats()
     while llm.has_unfinished():
         llm.step()
@@ -121,4 +124,6 @@ def _run(llm: "LLM") -> tuple[Spent, Spent]:
         spent.seconds += now - then
         spent.flops += stats["flops"] - before["flops"]
         spent.bytes += stats["bytes"] - before["bytes"]
-    return decode, prefill
+        tokens = stats["tokens_computed"] - before["tokens_computed"]
+        profile.append([tokens, stats["flops"] - before["flops"], round(now - then, 7)])
+    return decode, prefill, profile

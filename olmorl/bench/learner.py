@@ -4,9 +4,10 @@ A batch is a list of {"prompt": [ids], "tokens": [ids], "advantage": a, "logprob
 trained several times at a learning rate of 0, so that every step does the same work.
 """
 
+import itertools
 import json
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +61,7 @@ def bench_learner(
     """Loading and one step are not timed. `options` are fields of LearnerConfig.
 
     `tokens` are those of the samples, each with its prompt, whether or not it was computed with others of that prompt.
+    `short_seconds` is a step on the first quarter of the samples: both together tell what a step costs beside them.
     """
     samples = read_batch(batch)
     from learner.worker import LearnerWorker
@@ -69,6 +71,8 @@ def bench_learner(
     try:
         peak = worker.info()
         reports = [_step(worker, samples, version, tokens_per_micro_batch) for version in range(steps + 1)][1:]
+        some = samples[: -(-len(samples) // 4)]
+        short = [_step(worker, some, version, tokens_per_micro_batch) for version in range(steps + 1, 2 * steps + 1)]
     finally:
         worker.shutdown()
     tokens = sum(len(sample.prompt_token_ids) + len(sample.token_ids) for sample in samples)
@@ -79,11 +83,32 @@ def bench_learner(
         "seconds": seconds,
         "tokens_per_second": tokens / seconds,
         "mfu": reports[0].flops / seconds / peak.peak_flops,
+        "flops": reports[0].flops,
+        "short_flops": short[0].flops,
+        "short_seconds": statistics.median(report.seconds for report in short),
         "peak_bytes": max(report.peak_bytes for report in reports),
         "peak_tflops": peak.peak_flops / 1e12,
         "peak_source": peak.peak_source,
         "steps": steps,
     }
+
+
+def train_for_ever(
+    model: str,
+    samples: list[TrainSample],
+    options: Mapping[str, Any],
+    *,
+    tokens_per_micro_batch: int,
+    on_step: Callable[[], None],
+) -> None:
+    """Work beside which something else is measured."""
+    from learner.worker import LearnerWorker
+
+    worker = LearnerWorker(LearnerConfig(model=model, lr=0.0, **options), rank=0, world_size=1)
+    worker.start(*worker.host_rendezvous())
+    for version in itertools.count():
+        _step(worker, samples, version, tokens_per_micro_batch)
+        on_step()
 
 
 def _step(worker: "LearnerWorker", samples: list[TrainSample], version: int, limit: int) -> StepReport:

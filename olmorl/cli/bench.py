@@ -1,12 +1,16 @@
 """`olmorl bench`: measure a part of the system on this machine, print a table, write the figures."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
 from olmorl.cli.engine_options import with_engine_options
+
+TABLE_WIDTH = 150  # at least, also where nobody says how wide the terminal is
 
 app = typer.Typer(help="Measure the parts of the system on this machine.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -93,6 +97,79 @@ def sync(
     _report(bench_sync(model, load, overrides or []), json_file)
 
 
+@app.command()
+def ablation(
+    config: Annotated[
+        Path | None,
+        typer.Argument(metavar="[CONFIG]", help="A run of one's own, whose model, data and rewards are the load."),
+    ] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Settings of every row.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the figures here.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Also draw them, as an HTML page.")] = None,
+    folder: Annotated[
+        Path, typer.Option("--out", help="Keeps the runs; rows that were measured are not measured again.")
+    ] = Path("outputs/ablation"),
+    seconds: Annotated[float | None, typer.Option(min=0.1, help="Of each measurement; 45 if not given.")] = None,
+    repeats: Annotated[int | None, typer.Option(min=1, help="Measurements of each row; 2 if not given.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Of each role, in every row; 1 if not given.")] = None,
+    quick: Annotated[bool, typer.Option(help="A tiny model, for a moment: that it works, no more.")] = False,
+) -> None:
+    """The same load under one switch after another.
+
+    From static batches and synchronous steps to updates in flight and int8 rollouts, each row beside what the planner
+    says of it. Without CONFIG the load is drawn: a model with random weights, response lengths of OLMo 3's shape.
+    """
+    from olmorl.bench.ablation import DEFAULT, QUICK, bench_ablation
+    from olmorl.cli.ablation_table import ablation_plot, ablation_table
+
+    load = QUICK if quick else DEFAULT
+    load = replace(
+        load, seconds=seconds or load.seconds, repeats=repeats or load.repeats, threads=threads or load.threads
+    )
+    if config is not None and "=" in str(config):  # an override, and no file
+        overrides, config = [str(config), *(overrides or [])], None
+    console = Console(stderr=True)
+    figures = bench_ablation(
+        folder.resolve(),
+        load=load,
+        config=config,
+        overrides=overrides or [],
+        progress=lambda told: console.print(f"[dim]{told}[/dim]"),
+    )
+    Console(width=max(console.width, TABLE_WIDTH)).print(ablation_table(figures))
+    if json_file is not None:
+        json_file.write_text(json.dumps(figures, indent=1) + "\n")
+    if plot is not None:
+        plot.write_text(ablation_plot(figures))
+
+
+@app.command()
+def planner(
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the figures here.")] = None,
+    folder: Annotated[
+        Path, typer.Option("--out", help="Keeps the runs; what was measured is not measured again.")
+    ] = Path("outputs/plan_check"),
+    seconds: Annotated[float | None, typer.Option(min=0.1, help="Of each run; 45 if not given.")] = None,
+    quick: Annotated[bool, typer.Option(help="A tiny model, for a moment: that it works, no more.")] = False,
+) -> None:
+    """Six kinds of run on this machine beside what `olmorl plan` says of them.
+
+    The planner knows two short benchmarks, of the engine and the learner.
+    """
+    from olmorl.bench.ablation import DEFAULT, QUICK
+    from olmorl.bench.plan_check import bench_plan_check
+    from olmorl.cli.plan_check import report
+
+    load = QUICK if quick else DEFAULT
+    console = Console(stderr=True)
+    compared = bench_plan_check(
+        folder.resolve(),
+        load=replace(load, seconds=seconds or load.seconds),
+        progress=lambda told: console.print(f"[dim]{told}[/dim]"),
+    )
+    report(compared, json_file=json_file)
+
+
 def _report(figures: dict[str, Any], json_file: Path | None) -> None:
     _print(figures)
     if json_file is not None:
@@ -103,5 +180,5 @@ def _print(figures: dict[str, Any], prefix: str = "") -> None:
     for name, value in figures.items():
         if isinstance(value, dict):
             _print(value, f"{prefix}{name}.")
-        else:
+        elif not isinstance(value, list):
             print(f"{prefix + name:34} {value:.4g}" if isinstance(value, float) else f"{prefix + name:34} {value}")

@@ -158,7 +158,9 @@ def evaluate(
 
 @app.command()
 def plan(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML file of the run.")],
+    config: Annotated[
+        Path | None, typer.Argument(metavar="[CONFIG]", help="TOML file of the run; not with --check.")
+    ] = None,
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Settings laid over the file; later wins.")
     ] = None,
@@ -173,11 +175,31 @@ def plan(
     ] = None,
     mean_length: Annotated[float | None, typer.Option(help="Mean response, tokens; lengths are log-normal.")] = None,
     zero_variance: Annotated[float, typer.Option(min=0, max=0.99, help="Share of groups without signal.")] = 0.3,
-    bench: Annotated[Path | None, typer.Option(help="JSON of `olmorl bench engine`: measured factors.")] = None,
+    bench: Annotated[Path | None, typer.Option(help="JSON of `olmorl bench engine`: measured costs.")] = None,
+    learner_bench: Annotated[Path | None, typer.Option(help="JSON of `olmorl bench learner`, likewise.")] = None,
+    check: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="RUN_DIR", help="Plan this run as it was, by both benchmarks, and say how far off that is."
+        ),
+    ] = None,
+    sharing: Annotated[
+        tuple[float, float],
+        typer.Option(
+            help="With --check, of engine and learner on one machine: how much longer each takes beside the other."
+        ),
+    ] = (1.0, 1.0),
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write all plans here.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Also draw them, as an HTML page.")] = None,
 ) -> None:
     """Which split of the devices serves a run best."""
+    if (config is None) == (not check):
+        raise ConfigError("give what is to be planned, CONFIG, or runs to compare plans with, --check RUN_DIR")
+    if config is None:
+        from olmorl.cli.plan_check import plan_check
+
+        plan_check(check or [], bench=bench, learner_bench=learner_bench, sharing=sharing, json_file=json_file)
+        return
     from olmorl.cli.plan import plan as command
 
     command(
@@ -191,6 +213,7 @@ def plan(
         mean_length=mean_length,
         zero_variance=zero_variance,
         bench=bench,
+        learner_bench=learner_bench,
         json_file=json_file,
         plot=plot,
     )

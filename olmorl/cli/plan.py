@@ -29,6 +29,7 @@ def plan(
     mean_length: float | None,
     zero_variance: float,
     bench: Path | None,
+    learner_bench: Path | None,
     json_file: Path | None,
     plot: Path | None,
 ) -> None:
@@ -42,6 +43,7 @@ def plan(
         mean_length=mean_length,
         zero_variance=zero_variance,
         bench=bench,
+        learner_bench=learner_bench,
     )
     console = Console()
     with Progress(console=Console(stderr=True), transient=True) as bar:

@@ -54,6 +54,8 @@ class SourceSection(Section):
     """what the model talks to before it is judged: a name or my_module:MyClass; takes the place of what rows say"""
     prompt_column: str | None = None
     answer_column: str | None = None
+    lengths_column: str | None = None
+    """a column that says how many tokens each sample is given, whatever the model says: a load to measure with"""
     options: dict[str, Any] = Field(default_factory=dict)
     """of the task, for reasoning_gym"""
 

@@ -125,6 +125,8 @@ class RolloutRequest:
     """which of the params.n samples; after a fault only the missing ones are asked for again"""
     priority: int = 0
     """lower is served first; evaluation uses -1"""
+    lengths: tuple[int, ...] | None = None
+    """tokens at which each of `sample_indices` ends, as a load that is measured asks for; None: `params.max_tokens`"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,18 +34,22 @@ class _Issued:
     """sample indices not received yet"""
     prefer: str | None = None
     """the worker that should take it"""
+    lengths: tuple[int, ...] | None = None
+    """of all params.n samples"""
     lease: int = 0
     worker: str | None = None
     inbox: asyncio.Queue[RolloutSample] = field(default_factory=asyncio.Queue)
 
     def request(self) -> RolloutRequest:
+        indices = tuple(sorted(self.missing))
         return RolloutRequest(
             request_id=self.request_id,
             lease=self.lease,
             prompt_token_ids=self.prompt_token_ids,
             params=self.params,
-            sample_indices=tuple(sorted(self.missing)),
+            sample_indices=indices,
             priority=self.priority,
+            lengths=None if self.lengths is None else tuple(self.lengths[i] for i in indices),
         )
 
 
@@ -133,13 +137,15 @@ class RolloutService:
         priority: int = 0,
         sample_indices: tuple[int, ...] | None = None,
         prefer: str | None = None,
+        lengths: tuple[int, ...] | None = None,
     ) -> AsyncGenerator[list[RolloutSample], None]:
         """Yields the params.n samples of one prompt, or those of `sample_indices`, as they finish, some at a time. Who
-        may stop early closes it. `prefer` names the worker that has most of the prompt's KV."""
+        may stop early closes it. `prefer` names the worker that has most of the prompt's KV. `lengths` are what each of
+        the params.n samples is to have, whatever the model says; to have EOS ignored is the caller's part."""
         await self._gate.until(lambda: self._open or priority < 0)
         assert request_id not in self._issued, f"request {request_id} is already in flight"
         missing = set(range(params.n) if sample_indices is None else sample_indices)
-        issued = _Issued(request_id, prompt_token_ids, params, priority, missing, prefer)
+        issued = _Issued(request_id, prompt_token_ids, params, priority, missing, prefer, lengths)
         self._issued[request_id] = issued
         self._issue(issued)
         undelivered = len(missing)

@@ -31,6 +31,7 @@ class Columns:
 
     prompt: str | None = None
     answer: str | None = None
+    lengths: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +43,7 @@ class Example:
     data_source: str
     """names the row's rewards in the metrics"""
     environment: str | None = None
+    lengths: tuple[int, ...] | None = None
 
 
 def read_example(
@@ -53,8 +55,17 @@ def read_example(
     if not needs_answer:
         return _read_prompt_alone(row, place, source, columns)
     example = _read_example(row, place, source, columns)
+    if columns.lengths is not None:
+        example = replace(example, lengths=_read_lengths(row, columns.lengths, place))
     environment = row.get("environment")
     return replace(example, environment=environment) if isinstance(environment, str) and environment else example
+
+
+def _read_lengths(row: Row, column: str, place: str) -> tuple[int, ...]:
+    lengths = row.get(column)
+    if not isinstance(lengths, list) or not lengths or not all(isinstance(n, int) and n > 0 for n in lengths):
+        raise DataError(f"{place}: {column} is {lengths!r:.80}; it must be a list of whole numbers above 0")
+    return tuple(lengths)
 
 
 def _read_example(row: Row, place: str, source: str, columns: Columns) -> Example:

@@ -29,6 +29,8 @@ class EncodedExample:
     """where the row stands: file:line, or source:row"""
     environment: str | None = None
     """what the model talks to before it is judged"""
+    lengths: tuple[int, ...] | None = None
+    """tokens that each response is given, whatever the model says; None, but for loads that are measured"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -96,12 +96,14 @@ def _encode_source(
     checks: list[tuple[Check, ...]] = []
     names: list[str] = []
     environments: list[str | None] = []
+    lengths: list[tuple[int, ...] | None] = []
     for place, row in read_source(source):
         places.append(place)
         texts.append(encoder.render(row.prompt, place=place))
         checks.append(row.checks if verifiers is None else assign_verifiers(row.checks, verifiers, place=place))
         names.append(row.data_source)
         environments.append(row.environment)
+        lengths.append(row.lengths)
     if not places:
         raise DataError(f"{source.path}: the source holds no rows")
     encoded = encoder.encode(texts)
@@ -117,6 +119,7 @@ def _encode_source(
             data_source=names[i],
             place=places[i],
             environment=environments[i],
+            lengths=lengths[i],
         )
         for i, token_ids in enumerate(encoded)
     ]

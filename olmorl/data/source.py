@@ -15,7 +15,7 @@ from olmorl.data.rows import SUFFIXES, Row, read_rows
 
 def read_source(source: SourceSection, *, needs_answer: bool = True) -> Iterator[tuple[str, Example]]:
     """Yield (place, example); without `needs_answer` no answer is read. Raises DataError."""
-    columns = Columns(prompt=source.prompt_column, answer=source.answer_column)
+    columns = Columns(prompt=source.prompt_column, answer=source.answer_column, lengths=source.lengths_column)
     for place, row in itertools.islice(_rows(source), source.limit):
         example = read_example(row, place=place, source=source_name(source), columns=columns, needs_answer=needs_answer)
         checks = example.checks

@@ -1,11 +1,11 @@
 """Seconds of what engines, learners and the network do: a roofline with the factors by which real machines miss it.
 
-Factors are stated, fitted from a benchmark (`fitted_engine`), or the defaults below; each plan prints those it used.
+Factors are stated, or the defaults below; each plan prints those it used. `olmorl.planner.fit` has measured ones.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from olmorl.contract.errors import ConfigError
 from olmorl.contract.peaks import VENDOR_PEAKS
@@ -41,6 +41,27 @@ def device(name: str) -> Device:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepCurve:
+    """Seconds of an engine's step as they were measured: piecewise linear in the tokens it computes, and linear in the
+    keys these attend to."""
+
+    tokens: tuple[int, ...]
+    """ascending"""
+    at_tokens: tuple[float, ...]
+    a_pair: float
+
+    def seconds(self, tokens: int, pairs: float) -> float:
+        """Beyond the last point the last slope goes on; below the first, the first value stays."""
+        xs, ys = self.tokens, self.at_tokens
+        i = min(max(bisect_left(xs, tokens), 1), len(xs) - 1) if len(xs) > 1 else 0
+        if tokens <= xs[0] or i == 0:
+            base = ys[0]
+        else:
+            base = ys[i - 1] + (ys[i] - ys[i - 1]) * (tokens - xs[i - 1]) / (xs[i] - xs[i - 1])
+        return base + self.a_pair * pairs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCost:
     """Of one inference worker of `tensor_parallel` devices."""
 
@@ -55,20 +76,35 @@ class EngineCost:
     """the same for each running sequence"""
     reduce_latency: float = 15e-6
     """seconds of one all-reduce between the devices of a worker; there are two a layer"""
+    measured: StepCurve | None = None
+    """takes the place of the roofline and of what it cannot hide"""
+    slowdown: float = 1.0
+    """multiplies every step"""
 
     def step_seconds(self, *, tokens: int, sequences: int, pairs: float, reads: float) -> float:
         """`tokens` computed, which attend to `pairs` keys all together; `reads` keys are read for that, each
         sequence's once."""
+        reduce = 2 * self.shape.num_layers * self.reduce_latency if self.tensor_parallel > 1 else 0.0
+        if self.measured is not None:
+            return self.slowdown * (self.measured.seconds(tokens, pairs) / self.tensor_parallel + reduce)
         compute = self.shape.flops(tokens, pairs) / (self.device.flops * self.compute_efficiency)
         memory = self.shape.step_bytes(reads) / (self.device.bandwidth * self.bandwidth_efficiency)
-        reduce = 2 * self.shape.num_layers * self.reduce_latency if self.tensor_parallel > 1 else 0.0
         busy = max(compute, memory) / self.tensor_parallel
-        return busy + reduce + self.step_overhead + sequences * self.sequence_overhead
+        return self.slowdown * (busy + reduce + self.step_overhead + sequences * self.sequence_overhead)
 
-    def kv_tokens(self, *, memory_share: float = 0.9) -> int:
-        """Tokens whose keys and values fit beside the weights."""
+    def kv_tokens(self, slots: int, *, memory_share: float = 0.9) -> int:
+        """Tokens that layers which see everything can hold, beside the weights and what sliding layers hold of so many
+        sequences: their window at most."""
+        shape = self.shape
+        free = self.kv_room(memory_share=memory_share)
+        if shape.window is None or not shape.full_share:
+            return int(free)
+        return max(0, int((free - slots * shape.window * (1 - shape.full_share)) / shape.full_share))
+
+    def kv_room(self, *, memory_share: float = 0.9) -> float:
+        """Tokens whose keys and values fit beside the weights, if every layer holds all of them."""
         free = self.device.memory * self.tensor_parallel * memory_share - self.shape.weight_bytes
-        return max(0, int(free / self.shape.kv_bytes_per_token))
+        return max(0.0, free / self.shape.kv_bytes_per_token)
 
 
 LEARNER_EFFICIENCY = 0.35
@@ -76,7 +112,8 @@ LEARNER_EFFICIENCY = 0.35
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerCost:
-    """Of `ranks` devices that train together: three forward passes' worth of FLOPs a token."""
+    """Of `ranks` devices that train together: three forward passes' worth of FLOPs a token, a prompt once for its
+    group."""
 
     shape: ModelShape
     device: Device
@@ -86,9 +123,14 @@ class LearnerCost:
     """activation checkpointing computes the forward pass once more"""
     step_overhead: float = 2.0
 
-    def train_seconds(self, lengths: list[int]) -> float:
-        """One optimizer step over sequences of so many tokens, prompts included; attention is causal."""
-        flops = sum(3 * self.shape.flops(n, sum_seen(self.shape, n)) for n in lengths)
+    def train_seconds(self, prompt_tokens: int, groups: Sequence[Sequence[int]]) -> float:
+        """One optimizer step over groups of responses of so many tokens; attention is causal."""
+        shape, prompt = self.shape, prompt_tokens
+        before = sum_seen(shape, prompt)
+        flops = 0.0
+        for lengths in groups:
+            pairs = before + sum(sum_seen(shape, prompt + n) - before for n in lengths)
+            flops += 3 * shape.flops(prompt + sum(lengths), pairs)
         return self.step_overhead + self.recompute * flops / (self.device.flops * self.ranks * self.efficiency)
 
 
@@ -115,25 +157,3 @@ def sum_seen(shape: ModelShape, length: int) -> float:
     window = shape.window
     slid = window * (window + 1) / 2 + (length - window) * window
     return shape.full_share * whole + (1 - shape.full_share) * slid
-
-
-def fitted_engine(cost: EngineCost, bench: Mapping[str, Any]) -> EngineCost:
-    """`cost` with its efficiencies from the JSON of `olmorl bench engine` on this machine.
-
-    A decoding step's excess over the roofline is taken as efficiency, not as overhead: one benchmark cannot tell them
-    apart, and at the batch it was made with they are the same.
-    """
-    for name in ("decode_mfu", "decode_mbu", "prefill_mfu", "peak_tflops", "peak_gbs"):
-        if name not in bench:
-            raise ConfigError(f"the benchmark lacks {name!r}; make it with olmorl bench engine --json")
-    measured = replace(
-        cost.device, name="measured", flops=bench["peak_tflops"] * 1e12, bandwidth=bench["peak_gbs"] * 1e9
-    )
-    return replace(
-        cost,
-        device=measured,
-        compute_efficiency=bench["decode_mfu"],
-        bandwidth_efficiency=max(bench["decode_mbu"], 1e-9) if bench["decode_mbu"] > bench["decode_mfu"] else 1.0,
-        step_overhead=0.0,
-        sequence_overhead=0.0,
-    )

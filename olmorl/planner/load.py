@@ -30,6 +30,23 @@ class Load:
         return [rng.choice(self.lengths) for _ in range(samples)], rng.random() >= self.zero_variance
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedLoad:
+    """Groups as they were, over and over."""
+
+    groups: Sequence[tuple[list[int], bool]]
+    prompt_tokens: int
+    verifier_seconds: float = 0.0
+
+    def group(self, number: int, samples: int, *, seed: int) -> tuple[list[int], bool]:
+        """As `Load.group`; a group that lost samples is filled up with its own lengths."""
+        lengths, has_signal = self.groups[number % len(self.groups)]
+        return [lengths[i % len(lengths)] for i in range(samples)], has_signal
+
+
+Groups = Load | RecordedLoad
+
+
 def lognormal_lengths(mean: float, longest: int, *, sigma: float = SIGMA, count: int = 4096) -> list[int]:
     """Quantiles of a log-normal, clipped at `longest`, whose mean after clipping is `mean`."""
     if not 1 <= mean <= longest:

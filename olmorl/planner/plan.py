@@ -7,8 +7,9 @@ from typing import Any
 from olmorl.contract.errors import ConfigError
 from olmorl.planner.costs import LEARNER_EFFICIENCY, Device, EngineCost, LearnerCost, SyncCost
 from olmorl.planner.load import Load
+from olmorl.planner.setup import Setup
 from olmorl.planner.shape import ModelShape
-from olmorl.planner.simulation import Outcome, Setup, Simulation
+from olmorl.planner.simulation import Outcome, Simulation
 
 BLOCK_SIZE = (
     128  # coarser than an engine's: a sequence holds half of one too much, and the simulation is 5 times faster
@@ -16,10 +17,9 @@ BLOCK_SIZE = (
 SIMULATED_WORKERS = 32  # more are simulated as so many, with the load scaled down alike
 MOST_PARALLEL = 8
 DEGREES = 2  # of tensor parallelism that are tried: the smallest that fit
-COARSE_WORKERS = 4  # of the first look at every candidate
-COARSE_STEPS = 3
+COARSE_WORKERS, COARSE_STEPS = 4, 3  # of the first look at every candidate
+FINAL_WORKERS, FINALISTS = 8, 6  # of the second look at the best; the best of these has SIMULATED_WORKERS
 STEPS = 6  # simulated behind the warm-up
-FINALISTS = 6  # that are simulated again, as large as SIMULATED_WORKERS allows
 BYTES_PER_TRAINED_PARAMETER = 16  # bf16 weight and gradient, float32 weight and two moments, less what is freed
 ACTIVATION_SHARE = 0.35  # of a learner's memory that activations and buffers need
 
@@ -41,7 +41,8 @@ class Question:
     active_sampling: bool
     seed: int = 0
     factors: EngineCost | None = None
-    """an engine whose efficiencies were fitted; None takes the defaults"""
+    """an engine whose costs were measured; None takes the defaults"""
+    learner_efficiency: float = LEARNER_EFFICIENCY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +79,12 @@ def plans(question: Question, *, steps: int = STEPS, progress: Callable[[int, in
         if progress is not None:
             progress(number + 1, len(tried))
     best = sorted(coarse, key=_rank)[:FINALISTS]
-    again = [simulate(question, plan.inference_gpus, plan.tensor_parallel, plan.slots, steps) for plan in best]
-    return sorted(again, key=_rank)
+    again = sorted((_again(question, plan, steps, workers=FINAL_WORKERS) for plan in best), key=_rank)
+    return [_again(question, again[0], steps, workers=SIMULATED_WORKERS), *again[1:]]
+
+
+def _again(question: Question, plan: Plan, steps: int, *, workers: int) -> Plan:
+    return simulate(question, plan.inference_gpus, plan.tensor_parallel, plan.slots, steps, workers=workers)
 
 
 def _rank(plan: Plan) -> float:
@@ -89,17 +94,16 @@ def _rank(plan: Plan) -> float:
 def sensitivity(question: Question, best: Plan, *, steps: int = STEPS) -> dict[str, float]:
     """Trained tokens a second of the best plan, relative to what it is, when one thing changes."""
 
+    before = _again(question, best, steps, workers=FINAL_WORKERS).trained_tokens_per_second
+
     def again(changed: Question) -> float:
-        plan = simulate(changed, best.inference_gpus, best.tensor_parallel, best.slots, steps)
-        return plan.trained_tokens_per_second / best.trained_tokens_per_second - 1
+        return _again(changed, best, steps, workers=FINAL_WORKERS).trained_tokens_per_second / before - 1
 
     engine = _engine(question, best.tensor_parallel)
     load = question.load
     return {
         "one more asynchronous step": again(replace(question, async_steps=question.async_steps + 1)),
-        "memory bandwidth used 10 % better": again(
-            replace(question, factors=replace(engine, bandwidth_efficiency=engine.bandwidth_efficiency * 1.1))
-        ),
+        "engine steps 10 % shorter": again(replace(question, factors=replace(engine, slowdown=engine.slowdown * 0.9))),
         "responses half as long": again(
             replace(question, load=replace(load, lengths=[-(-n // 2) for n in load.lengths]))
         ),
@@ -125,7 +129,7 @@ def candidates(question: Question) -> Iterator[tuple[int, int, int]]:
     total = question.num_devices
     longest = question.load.prompt_tokens + question.max_response_tokens
     degrees = [degree for degree in (1, 2, 4, MOST_PARALLEL) if degree <= question.node_size]
-    fitting = [degree for degree in degrees if _engine(question, degree).kv_tokens() >= longest]
+    fitting = [degree for degree in degrees if _engine(question, degree).kv_tokens(1) >= longest]
     for tensor_parallel in fitting[:DEGREES]:
         engine = _engine(question, tensor_parallel)
         smallest = _learner_devices(question)
@@ -140,7 +144,7 @@ def candidates(question: Question) -> Iterator[tuple[int, int, int]]:
 def _slots(question: Question, engine: EngineCost, workers: int) -> list[int]:
     """As many as the samples in hand and the mean response allow, and half and twice that."""
     mean = sum(question.load.lengths) / len(question.load.lengths)
-    fitting = engine.kv_tokens() / (question.load.prompt_tokens / question.samples_per_prompt + mean / 2)
+    fitting = engine.kv_room() / engine.shape.seen(question.load.prompt_tokens / question.samples_per_prompt + mean / 2)
     in_hand = (question.async_steps + 1) * question.prompts_per_step * question.samples_per_prompt / workers
     likely = max(1, min(fitting, in_hand, 512))
     return sorted({max(1, int(likely * factor)) for factor in (0.5, 1.0)})
@@ -156,7 +160,7 @@ def _why_nothing_fits(question: Question) -> str:
     largest = min(question.node_size, MOST_PARALLEL)
     engine, learners = _engine(question, largest), _learner_devices(question)
     longest = question.load.prompt_tokens + question.max_response_tokens
-    if engine.kv_tokens() < longest:
+    if engine.kv_tokens(1) < longest:
         return (
             f"{question.shape.name} with sequences of {longest:,} tokens does not fit an inference worker of {largest} "
             f"{question.device.name}; shorten rollout.max_response_tokens or take devices with more memory"
@@ -188,14 +192,14 @@ def setup_of(
             engine=engine,
             learner=LearnerCost(
                 shape=question.shape, device=engine.device, ranks=question.num_devices - inference_gpus,
-                efficiency=LEARNER_EFFICIENCY * prompts / question.prompts_per_step,
+                efficiency=question.learner_efficiency * prompts / question.prompts_per_step,
             ),
             sync=SyncCost(shape=question.shape),
             inference_workers=simulated,
             prompts_per_step=prompts,
             samples_per_prompt=question.samples_per_prompt,
             max_num_seqs=slots,
-            kv_cache_tokens=engine.kv_tokens(),
+            kv_cache_tokens=engine.kv_tokens(slots),
             block_size=BLOCK_SIZE,
             async_steps=question.async_steps,
             active_sampling=question.active_sampling,
@@ -252,6 +256,8 @@ def as_json(found: list[Plan], question: Question, changes: dict[str, float]) ->
         "why": explain(question, found[0]),
         "sensitivity": changes,
         "factors": {
+            "measured": None if engine.measured is None else asdict(engine.measured),
+            "learner_efficiency": question.learner_efficiency,
             "compute_efficiency": engine.compute_efficiency,
             "bandwidth_efficiency": engine.bandwidth_efficiency,
             "step_overhead": engine.step_overhead,

@@ -2,10 +2,12 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from olmorl.config.schema import Config
 from olmorl.contract.errors import ConfigError
-from olmorl.planner.costs import EngineCost, device, fitted_engine
+from olmorl.planner.costs import LEARNER_EFFICIENCY, EngineCost, device
+from olmorl.planner.fit import fitted_engine, fitted_learner
 from olmorl.planner.load import Load, lognormal_lengths, read_lengths
 from olmorl.planner.plan import MOST_PARALLEL, Question
 from olmorl.planner.shape import model_shape
@@ -26,9 +28,10 @@ def question_of(
     mean_length: float | None = None,
     zero_variance: float = ZERO_VARIANCE,
     bench: Path | None = None,
+    learner_bench: Path | None = None,
 ) -> Question:
-    """`shape`: a model's name in place of model.path; `lengths`: see read_lengths; `bench`: JSON of `olmorl bench
-    engine`.
+    """`shape`: a model's name in place of model.path; `lengths`: see read_lengths; `bench`, `learner_bench`: JSON
+    of `olmorl bench engine` and `olmorl bench learner`.
 
     Raises:
         ConfigError: fewer than 2 devices, or one of these names what is not there.
@@ -44,11 +47,10 @@ def question_of(
     drawn = read_lengths(lengths) if lengths else lognormal_lengths(mean_length or MEAN_OF_LONGEST * longest, longest)
     factors = None
     if bench is not None:
-        try:
-            measured = json.loads(bench.read_text())
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"--bench {bench}: {error}") from None
-        factors = fitted_engine(EngineCost(shape=model, device=hardware), measured)
+        factors = fitted_engine(EngineCost(shape=model, device=hardware), read_bench(bench, "--bench"))
+    efficiency = LEARNER_EFFICIENCY
+    if learner_bench is not None:
+        efficiency = fitted_learner(model, read_bench(learner_bench, "--learner-bench")).efficiency
     return Question(
         shape=model,
         device=hardware,
@@ -66,4 +68,16 @@ def question_of(
         active_sampling=rollout.active_sampling,
         seed=config.run.seed,
         factors=factors,
+        learner_efficiency=efficiency,
     )
+
+
+def read_bench(path: Path, option: str) -> dict[str, Any]:
+    """Raises ConfigError."""
+    try:
+        figures = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{option} {path}: {error}") from None
+    if not isinstance(figures, dict):
+        raise ConfigError(f"{option} {path}: not the JSON of a benchmark")
+    return figures

@@ -4,9 +4,10 @@ Steps that only decode are leapt over together. Whoever comes in between finds t
 steps done so far are made real, and the change takes place at the end of the step under way, as in the engine.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from operator import length_hint
+from typing import Any, cast
 
 from inference import lookahead
 from inference.request import Request, Sequence
@@ -16,6 +17,22 @@ from olmorl.planner.costs import EngineCost
 from olmorl.planner.events import Clock
 
 _PARAMS = SamplingParams(max_tokens=1 << 30, ignore_eos=True)
+
+
+@dataclass(slots=True)
+class TokenCount:
+    """In place of a sequence's token ids: only their number plays a part here, and there are millions."""
+
+    number: int
+
+    def __len__(self) -> int:
+        return self.number
+
+    def append(self, _token: int) -> None:
+        self.number += 1
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        self.number += length_hint(tokens)
 
 
 @dataclass(slots=True)
@@ -78,7 +95,7 @@ class SimEngine:
     def submit(self, tag: Any, prompt_tokens: int, lengths: list[int], *, priority: int = 0) -> None:
         request = Request(
             request_id=str(self._arrivals),
-            prompt=[0] * prompt_tokens,
+            prompt=[],
             params=_PARAMS,
             arrival=self._arrivals,
             seed=0,
@@ -91,6 +108,7 @@ class SimEngine:
         self._arrivals += 1
         self._in_flight += len(lengths)
         for sequence, length in zip(request.sequences, lengths, strict=True):
+            sequence.num_prompt, sequence.token_ids = prompt_tokens, cast(list[int], TokenCount(prompt_tokens))
             sequence.max_tokens = prompt_tokens + length
         self._between_steps(lambda: self.scheduler.add(request))
 
@@ -104,6 +122,14 @@ class SimEngine:
             self._free_at = self._clock.now + stall
 
         self._between_steps(take)
+
+    def slow_down(self, factor: float) -> None:
+        """From the next step on each takes `factor` times as long as by itself."""
+
+        def change() -> None:
+            self._cost = replace(self._cost, slowdown=factor)
+
+        self._between_steps(change)
 
     def pause(self) -> None:
         def begin() -> None:

@@ -9,7 +9,6 @@ the settings and one seed.
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 
@@ -19,38 +18,9 @@ from olmorl.contract.errors import ConfigError
 from olmorl.controller.buffer import RolloutBuffer
 from olmorl.controller.group import Group
 from olmorl.data.prompt import Prompt
-from olmorl.planner.costs import EngineCost, LearnerCost, SyncCost
 from olmorl.planner.events import Clock
-from olmorl.planner.load import Load
+from olmorl.planner.setup import Setup
 from olmorl.planner.sim_engine import EngineTotals, SimEngine
-
-SyncMode = Literal["inflight", "pause", "drain"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
-    """What is simulated; names as in the config."""
-
-    load: Load
-    engine: EngineCost
-    learner: LearnerCost
-    sync: SyncCost
-    inference_workers: int
-    prompts_per_step: int
-    samples_per_prompt: int
-    max_num_seqs: int
-    kv_cache_tokens: int
-    async_steps: int = 1
-    window: int | None = None
-    active_sampling: bool = True
-    oversampling: int = 1
-    """without active sampling: so many times the prompts are drawn for a step, and those with signal are trained"""
-    sync_mode: SyncMode = "inflight"
-    recompute_kv: bool = False
-    batching: Literal["continuous", "static"] = "continuous"
-    block_size: int = 16
-    max_tokens_per_step: int = 2048
-    seed: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -102,7 +72,10 @@ class Simulation:
         drawn = 1 if setup.active_sampling else setup.oversampling
         window = 2 * setup.async_steps if setup.window is None else setup.window
         self._buffer = RolloutBuffer(
-            groups_per_batch=setup.prompts_per_step * drawn, async_steps=setup.async_steps, window=window
+            groups_per_batch=setup.prompts_per_step * drawn,
+            async_steps=setup.async_steps,
+            window=window,
+            max_overtaken=setup.max_overtaken,
         )
         self._clock = Clock()
         self._engines = [SimEngine(_scheduler(setup), setup.engine, self._clock, on_finished=self._sampled)
@@ -195,13 +168,16 @@ class Simulation:
         batch, self._batch = self._batch, None
         self._learner_is_free = False
         trained = [group for group in batch if self._drawn[group.order][1]][: self._setup.prompts_per_step]
-        prompt = self._setup.load.prompt_tokens
-        lengths = [prompt + n for group in trained for n in self._drawn[group.order][0]]
-        seconds = self._setup.learner.train_seconds(lengths)
+        responses = [self._drawn[group.order][0] for group in trained]
+        seconds = self._setup.learner.train_seconds(self._setup.load.prompt_tokens, responses)
+        if any(engine.in_flight for engine in self._engines):
+            seconds *= self._setup.sharing.learner
+        self._share(self._setup.sharing.engine)
         self._trained_seconds += seconds
         self._learner_busy += seconds + self._setup.sync.snapshot
 
         def done() -> None:
+            self._share(1.0)
             self._buffer.trained(batch, made_version=self.version + 1)
             for group in trained:
                 lengths = self._drawn[group.order][0]
@@ -214,6 +190,11 @@ class Simulation:
 
         self._clock.after(seconds, done)
         self._look_for_batch()
+
+    def _share(self, slowdown: float) -> None:
+        if self._setup.sharing.engine != 1.0:
+            for engine in self._engines:
+                engine.slow_down(slowdown)
 
     def _when_published(self, work: Callable[[], None]) -> None:
         """The update before must be live; until then the learner waits."""

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -70,6 +71,21 @@ def test_two_workers_share_the_work(start_engine: Callable[[str], Any]) -> None:
         assert [{s.worker for s in samples} for samples in groups] == [{"a"}, {"b"}, {"a"}, {"b"}]
 
     serving([start_engine("a"), start_engine("b")], scenario)
+
+
+def test_samples_have_the_lengths_that_are_asked_for(engine: Any) -> None:
+    """Each its own, also when only some are asked for, as after the loss of a worker."""
+    params = replace(PARAMS, ignore_eos=True)
+
+    async def lengths(service: RolloutService, request_id: str, **options: Any) -> dict[int, int]:
+        arrivals = service.generate(request_id, PROMPT, params, lengths=(3, 30, 1, 17), **options)
+        return {s.sample_index: len(s.token_ids) async for samples in arrivals for s in samples}
+
+    async def scenario(service: RolloutService) -> None:
+        assert await lengths(service, "all") == {0: 3, 1: 30, 2: 1, 3: 17}
+        assert await lengths(service, "some", sample_indices=(1, 3)) == {1: 30, 3: 17}
+
+    serving([engine], scenario)
 
 
 def test_tokens_that_nobody_fetched_are_undelivered(engine: Any) -> None:

@@ -65,6 +65,19 @@ def test_what_a_source_says(tmp_path: Path) -> None:
         read(path)
 
 
+def test_a_row_says_how_long_its_responses_are(tmp_path: Path) -> None:
+    path = tmp_path / "f.jsonl"
+    path.write_text('{"prompt": "a", "answer": "1", "long": [3, 9]}')
+    ((_, row),) = read_source(SourceSection(path=str(path), lengths_column="long"))
+    assert row.lengths == (3, 9)
+    ((_, row),) = read_source(SourceSection(path=str(path)))
+    assert row.lengths is None, "only where the source says so"
+    for lengths in ("[]", "[0]", '["3"]', "7", "null"):
+        path.write_text(f'{{"prompt": "a", "answer": "1", "long": {lengths}}}')
+        with pytest.raises(DataError, match="it must be a list of whole numbers above 0"):
+            list(read_source(SourceSection(path=str(path), lengths_column="long")))
+
+
 def test_several_verifiers_in_a_row(tmp_path: Path) -> None:
     row = {
         "messages": [{"role": "user", "content": "q"}],

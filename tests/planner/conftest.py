@@ -7,8 +7,8 @@ import pytest
 
 from olmorl.planner.costs import Device, EngineCost, LearnerCost, SyncCost
 from olmorl.planner.load import Load, lognormal_lengths
+from olmorl.planner.setup import Setup
 from olmorl.planner.shape import ModelShape
-from olmorl.planner.simulation import Setup
 
 SHAPE = ModelShape(
     name="small", num_layers=4, hidden_size=64, intermediate_size=128, num_heads=4, num_kv_heads=2, head_dim=16,

@@ -12,9 +12,10 @@ from inference.scheduler import Scheduler
 from olmorl.planner.costs import DEVICES, Device, EngineCost
 from olmorl.planner.events import Clock
 from olmorl.planner.load import Load, lognormal_lengths
+from olmorl.planner.setup import Setup
 from olmorl.planner.shape import SHAPES, ModelShape
 from olmorl.planner.sim_engine import SimEngine
-from olmorl.planner.simulation import Setup, Simulation
+from olmorl.planner.simulation import Simulation
 
 MakeSetup = Callable[..., Setup]
 FREE_ATTENTION = EngineCost(
