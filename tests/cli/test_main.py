@@ -45,7 +45,7 @@ def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypa
 
 
 REQUIRED = {"rollout": ["--prompts", "p.jsonl", "--out", "o.jsonl"], "bench": ["--workload", "w.json"]}
-NO_OPTION = {"model", "speculative", "gpu_memory_utilization", "gpu_share", "schedule_dir"}
+NO_OPTION = {"model", "gpu_memory_utilization", "gpu_share", "schedule_dir"}
 
 
 @pytest.mark.parametrize("command", [["rollout"], ["serve"], ["bench", "engine"]])
