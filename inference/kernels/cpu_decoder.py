@@ -304,10 +304,10 @@ def _norm(x, lane, w, eps, out, adds):  # type: ignore[no-untyped-def]
 @exact
 def _unpack(thread, threads, normed, hidden_TM):  # type: ignore[no-untyped-def]
     tokens, size = hidden_TM.shape
-    for t in range(thread * _HALF, tokens, threads * _HALF):
-        for lane in range(t, min(t + _HALF, tokens)):
+    for panel in range(thread, (tokens + LANES - 1) // LANES, threads):  # the one this thread has normed
+        for lane in range(min(LANES, tokens - panel * LANES)):
             for m in range(size):
-                hidden_TM[lane, m] = normed[lane // LANES, m, lane % LANES]
+                hidden_TM[panel * LANES + lane, m] = normed[panel, m, lane]
 
 
 @exact

@@ -13,7 +13,7 @@ from olmorl.contract.errors import WeightUpdateError
 
 pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")
 Family = Callable[[str], tuple[Path, PreTrainedModel]]
-PROMPTS = [list(range(3, 3 + length)) for length in (5, 17, 32)]
+PROMPTS = [list(range(length, 2 * length)) for length in (5, 17, 32)]  # of no common block: all begin in one step
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 BEFORE = 9  # tokens drawn under the first weights
 
