@@ -152,7 +152,7 @@ def planner(
     seconds: Annotated[float | None, typer.Option(min=0.1, help="Of each run; 45 if not given.")] = None,
     quick: Annotated[bool, typer.Option(help="A tiny model, for a moment: that it works, no more.")] = False,
 ) -> None:
-    """Six kinds of run on this machine beside what `olmorl plan` says of them.
+    """Six kinds of run measured beside what `olmorl plan` says.
 
     The planner knows two short benchmarks, of the engine and the learner.
     """
