@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from olmorl.cli.engine_options import with_engine_options
 
@@ -119,6 +118,8 @@ def ablation(
     From static batches and synchronous steps to updates in flight and int8 rollouts, each row beside what the planner
     says of it. Without CONFIG the load is drawn: a model with random weights, response lengths of OLMo 3's shape.
     """
+    from rich.console import Console
+
     from olmorl.bench.ablation import DEFAULT, QUICK, bench_ablation
     from olmorl.cli.ablation_table import ablation_plot, ablation_table
 
@@ -156,6 +157,8 @@ def planner(
 
     The planner knows two short benchmarks, of the engine and the learner.
     """
+    from rich.console import Console
+
     from olmorl.bench.ablation import DEFAULT, QUICK
     from olmorl.bench.plan_check import bench_plan_check
     from olmorl.cli.plan_check import report
