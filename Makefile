@@ -15,7 +15,7 @@ help:
 	@echo "make test         install, run all tests that this machine can run"
 	@echo "make check        format, lint, types, import contracts"
 	@echo "make docs         build the documentation into build/site; a dead link is an error"
-	@echo "make soak         the long fault, kill and resume tests"
+	@echo "make soak         the long fault, kill and resume tests; SLICE=3/80: every 80th of them, from the third on"
 	@echo "make kernels-report  registers, spills, shared memory and bytes of each Triton kernel on each GPU; needs no GPU"
 	@echo "make gpu-check    on a CUDA box: kernels against their twins, then attention, decode and prefill timed"
 	@echo "make clean        remove .venv and what tools left behind; outputs/ stays"

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from olmorl.cli.engine_options import with_engine_options
 
@@ -119,6 +118,8 @@ def ablation(
     From static batches and synchronous steps to updates in flight and int8 rollouts, each row beside what the planner
     says of it. Without CONFIG the load is drawn: a model with random weights, response lengths of OLMo 3's shape.
     """
+    from rich.console import Console
+
     from olmorl.bench.ablation import DEFAULT, QUICK, bench_ablation
     from olmorl.cli.ablation_table import ablation_plot, ablation_table
 
@@ -152,10 +153,12 @@ def planner(
     seconds: Annotated[float | None, typer.Option(min=0.1, help="Of each run; 45 if not given.")] = None,
     quick: Annotated[bool, typer.Option(help="A tiny model, for a moment: that it works, no more.")] = False,
 ) -> None:
-    """Six kinds of run on this machine beside what `olmorl plan` says of them.
+    """Six kinds of run measured beside what `olmorl plan` says.
 
     The planner knows two short benchmarks, of the engine and the learner.
     """
+    from rich.console import Console
+
     from olmorl.bench.ablation import DEFAULT, QUICK
     from olmorl.bench.plan_check import bench_plan_check
     from olmorl.cli.plan_check import report

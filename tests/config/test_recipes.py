@@ -13,44 +13,24 @@ from inference.kv_blocks import window_pool_blocks
 from olmorl.cli.main import run
 from olmorl.config.load import load_config
 from olmorl.config.schema import Config
+from olmorl.planner.question import question_of
+from olmorl.planner.shape import model_shape
+from olmorl.planner.split import given, given_devices
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "configs").glob("*.toml"))
 GPU_RECIPES = [path for path in RECIPES if re.search("GPUs? of", path.read_text())]
 WINDOW = 4096
 
-# layers, of them sliding, hidden, heads, KV heads, head size, MLP, vocabulary, tied
-SHAPES = {
-    "Olmo-3-7B": (32, 24, 4096, 32, 32, 128, 11008, 100278, False),
-    "Olmo-3-1025-7B": (32, 24, 4096, 32, 32, 128, 11008, 100278, False),
-    "Olmo-3-32B": (64, 48, 5120, 40, 8, 128, 27648, 100278, False),
-    "Qwen3-0.6B": (28, 0, 1024, 16, 8, 128, 3072, 151936, True),
-    "Qwen3-1.7B": (28, 0, 2048, 16, 8, 128, 6144, 151936, True),
-    "Qwen3-32B": (64, 0, 5120, 64, 8, 128, 25600, 151936, False),
-    "Qwen3-8B": (36, 0, 4096, 32, 8, 128, 12288, 151936, False),
-    "Qwen3-14B": (40, 0, 5120, 40, 8, 128, 17408, 151936, False),
-}
-
 
 def header(path: Path) -> str:
     return "".join(re.match(r"(?:#.*\n)*", path.read_text()).group().replace("# ", ""))  # type: ignore[union-attr]
 
 
-def shape(config: Config) -> tuple[int, ...]:
-    name = config.model.path.rpartition("/")[2]
-    return next(numbers for model, numbers in SHAPES.items() if name.startswith(model))
-
-
-def num_parameters(config: Config) -> int:
-    layers, _, hidden, heads, kv_heads, size, mlp, vocabulary, tied = shape(config)
-    layer = 2 * hidden * size * (heads + kv_heads) + 3 * hidden * mlp
-    return layers * layer + vocabulary * hidden * (1 if tied else 2)
-
-
 def engine_bytes(config: Config) -> int:
     """Of one GPU: weights, the staged copy of an update, and both KV pools, in bfloat16."""
-    layers, sliding, _, _, kv_heads, size, *_ = shape(config)
-    inference = config.inference
+    shape, inference = model_shape(config.model.path), config.inference
+    sliding = sum(window is not None for window in shape.windows)
     blocks = inference.kv_cache_tokens // inference.block_size
     in_window = window_pool_blocks(
         WINDOW,
@@ -59,19 +39,20 @@ def engine_bytes(config: Config) -> int:
         max_num_seqs=inference.max_num_seqs,
         max_tokens_per_step=inference.max_tokens_per_step,
     )
-    a_layer = 2 * 2 * kv_heads * size * inference.block_size
-    whole = 2 * 2 * num_parameters(config) + a_layer * ((layers - sliding) * blocks + sliding * in_window)
+    a_layer = 2 * 2 * shape.num_kv_heads * shape.head_dim * inference.block_size
+    whole = 2 * shape.weight_bytes + a_layer * ((shape.num_layers - sliding) * blocks + sliding * in_window)
     return whole // inference.tensor_parallel
 
 
 def learner_bytes(config: Config) -> int:
     """Parameters, gradients and two moments in float32, sharded; activations between layers and within one."""
-    layers, _, hidden, heads, kv_heads, size, mlp, vocabulary, _ = shape(config)
+    shape = model_shape(config.model.path)
+    hidden, attention = shape.hidden_size, shape.head_dim * (shape.num_heads + shape.num_kv_heads)
     tokens = config.learner.tokens_per_micro_batch
-    state = 16 * num_parameters(config) // config.learner.workers
-    between = 2 * tokens * hidden * layers
-    within = 2 * tokens * (4 * hidden + 2 * size * (heads + kv_heads) + 4 * mlp)
-    head = 3 * 4 * config.learner.logprob_chunk_tokens * vocabulary
+    state = 16 * shape.num_parameters // config.learner.workers
+    between = 2 * tokens * hidden * shape.num_layers
+    within = 2 * tokens * (4 * hidden + 2 * attention + 4 * shape.intermediate_size)
+    head = 3 * 4 * config.learner.logprob_chunk_tokens * shape.vocab_size
     return state + between + within + head
 
 
@@ -107,6 +88,18 @@ def test_workers_fit_their_gpus(path: Path) -> None:
     assert learner_bytes(config) < 0.9 * config.learner.gpu_share * size
     longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
     assert config.learner.tokens_per_micro_batch >= longest
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("path", [path for path in RECIPES if "Time: about" in path.read_text()], ids=lambda p: p.stem)
+def test_the_time_is_the_planners(path: Path) -> None:
+    config = load_config(path)
+    told = re.search(r"^Time: about ([\d.]+) (hours|days) on H100s, by the planner", header(path), re.MULTILINE)
+    assert told is not None
+    number, unit = told.groups()
+    plan = given(config, question_of(config, num_devices=given_devices(config), device_name="h100"))
+    seconds = plan.step_seconds * config.run.steps
+    assert seconds / {"hours": 3600, "days": 86400}[unit] == pytest.approx(float(number), rel=0.15)
 
 
 @pytest.mark.parametrize(
