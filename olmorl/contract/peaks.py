@@ -45,12 +45,12 @@ def measured_peak(
     products: Sequence[Product] = (),
     synchronize: Callable[[], object] = lambda: None,
 ) -> DevicePeak:
-    """Under a second on a CPU. `ones(*shape)` makes a float32 array on the device. `products` are further ways to
+    """Under a second on a CPU. `ones(shape)` makes a float32 array on the device. `products` are further ways to
     multiply; the fastest counts. `threads` are told in the source."""
-    matrix = ones(MATRIX, MATRIX)
+    matrix = ones((MATRIX, MATRIX))
     works = [lambda: matrix @ matrix, *(product(matrix) for product in products)]
     product_seconds = min(best_seconds(work, synchronize) for work in works)
-    stream = ones(STREAM)
+    stream = ones((STREAM,))
     read_seconds = best_seconds(stream.sum, synchronize)
     by = f", {threads} threads" if threads else ""
     source = f"measured float32 product and streaming read{by}"

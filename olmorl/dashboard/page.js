@@ -55,6 +55,7 @@ function draw({ id, figure }) {
     return;
   }
   if (plot.querySelector(".none")) plot.replaceChildren();
+  plot.style.height = figure.data.length > 5 ? "330px" : "";  // room for the names
   Plotly.react(plot, figure.data, themed(figure.layout), { displaylogo: false, modeBarButtonsToRemove: ["lasso2d", "select2d"] });
 }
 
@@ -136,7 +137,7 @@ function groupCard(group) {
 }
 
 function sampleCard(sample) {
-  const facts = [`#${sample.sample}`, sample.reward === null ? sample.verdict : `reward ${sample.reward}`,
+  const facts = [sample.rollout_id, sample.reward === null ? sample.verdict : `reward ${sample.reward}`,
     sample.advantage === null ? null : `advantage ${sample.advantage.toFixed(3)}`, sample.fate, sample.finish_reason, sample.worker];
   const tokens = element("div", { class: "tokens", tabindex: "0" });
   const by = byId("colour").value;

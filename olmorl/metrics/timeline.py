@@ -29,14 +29,18 @@ class Timeline:
         self._peak = peak
         self._max_bytes = max_bytes
         self._engines: dict[str, tuple[float, dict[str, float]]] = {}
+        self._started = started
         self._learner: tuple[float, dict[str, float]] = (started, {})
 
     def write(self, engines: Mapping[str, Mapping[str, float]], learner: Mapping[str, float], *, now: float) -> None:
         """`engines`: the newest counters of each; `learner`: its total seconds by name."""
         before_t, totals = self._learner
+        joined = before_t if self._engines else self._started  # the first engines were starting since the run was
         for name, counters in engines.items():
-            start, before = self._engines.setdefault(name, (before_t, {}))
+            start, before = self._engines.setdefault(name, (joined, {}))
             if counters and counters.get("wall_seconds") != before.get("wall_seconds"):
+                if not before:
+                    start = min(start, now - counters.get("wall_seconds", 0.0))
                 row = self._engine_row(before, counters, now - start)
                 span = sum(row["spent"].values())  # by the engine's clock: this snapshot may have come late
                 self._engines[name] = (start + span, dict(counters))

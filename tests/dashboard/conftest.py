@@ -99,11 +99,12 @@ def metrics_of(step: int) -> dict[str, float]:
 def write_timeline(path: Path) -> None:
     timeline = Timeline(path, peak=Peak(flops=100.0, bandwidth=10.0), started=NOW)
     for second in range(1, 40):
+        wall = second - 0.5
         counters = {
-            "wall_seconds": second - 0.5,
-            "busy_seconds": 0.6 * second,
-            "prefill_seconds": 0.1 * second,
-            "stall_seconds": 0.01 * second,
+            "wall_seconds": wall,
+            "busy_seconds": 0.6 * wall,
+            "prefill_seconds": 0.1 * wall,
+            "stall_seconds": 0.01 * wall,
             "output_tokens": 100.0 * second,
             "flops": 10.0 * second,
             "bytes": 5.0 * second,

@@ -149,10 +149,10 @@ def test_quantised_rows_are_read_as_bytes_and_a_float_head_as_floats(
 
 
 def test_a_step_that_only_reads_comes_near_the_bandwidth_and_not_above_it(tmp_path: Path) -> None:
-    """One sequence and 220 MB of weights, far beyond the caches: bytes by the cost model over the fastest step, against
+    """One sequence and 270 MB of weights, far beyond the caches: bytes by the cost model over the fastest step, against
     the streaming read. Peak and steps are measured in turn, for others share the machine."""
     config = LlamaConfig(
-        vocab_size=512, hidden_size=1024, intermediate_size=2816, num_hidden_layers=4, num_attention_heads=8,
+        vocab_size=512, hidden_size=2048, intermediate_size=8192, num_hidden_layers=1, num_attention_heads=16,
         max_position_embeddings=256, eos_token_id=None,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(tmp_path)

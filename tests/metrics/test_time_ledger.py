@@ -88,6 +88,20 @@ def test_an_engine_that_said_nothing_new_has_no_row(tmp_path: Path) -> None:
     assert rows[-2]["span"] == 2.0
 
 
+def test_engines_that_are_heard_of_late_were_starting(tmp_path: Path) -> None:
+    """They are not told of before their first weights are live; one that joins later may have been built before."""
+    timeline = Timeline(tmp_path / "timeline.jsonl", peak=PEAK, started=10.0)
+    timeline.write({}, {"starting": 5.0}, now=15.0)
+    timeline.write({"inference-0": {"wall_seconds": 4.0}}, {"starting": 5.0, "waiting": 1.0}, now=16.0)
+    engines = {"inference-0": {"wall_seconds": 5.0}, "inference-1": {"wall_seconds": 3.0}}
+    timeline.write(engines, {"starting": 5.0, "waiting": 2.0}, now=17.0)
+    timeline.close()
+    rows = [json.loads(line) for line in (tmp_path / "timeline.jsonl").read_text().splitlines()]
+    first, _, second = [row for row in rows if row["worker"] != "learner"]
+    assert (first["t"], first["span"], first["spent"]["starting"]) == (16.0, 6.0, 2.0)
+    assert (second["t"], second["span"], second["spent"]["starting"]) == (17.0, 3.0, 0.0)
+
+
 def test_snapshots_that_come_late_leave_no_gap(tmp_path: Path) -> None:
     """Those of an engine are up to a second old, and none is of the middle of a step; a newcomer starts when it is
     first heard of."""
