@@ -280,6 +280,7 @@ def _predict(row: Row, config: Config, found: Benchmarks, *, baseline: RunFigure
         learner=found.learner,
         updates=baseline,
         sharing=found.sharing,
+        steps=max(figures.steps for figures in row.repeats),
     )
     row.predicted_trained_tokens_per_second = outcome.trained_tokens_per_second
     row.predicted_tokens_per_second = outcome.tokens_per_second

@@ -18,8 +18,6 @@ from olmorl.planner.setup import Sharing
 from olmorl.planner.shape import model_shape
 from olmorl.planner.simulation import Outcome, Simulation
 
-STEPS = 40
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
@@ -62,7 +60,13 @@ def compare(
             name=run.name,
             measured=figures,
             planned=planned(
-                config, load=recorded_load(run), engine=engine, learner=learner, updates=fastest, sharing=sharing
+                config,
+                load=recorded_load(run),
+                engine=engine,
+                learner=learner,
+                updates=fastest,
+                sharing=sharing,
+                steps=figures.steps,
             ),
         )
         for run, config, figures in read
@@ -77,8 +81,10 @@ def planned(
     learner: Mapping[str, Any],
     updates: RunFigures,
     sharing: Sharing,
+    steps: int,
 ) -> Outcome:
-    """The run of `config` by two benchmarks, and by what updates cost in a run that hardly waited for them."""
+    """So many steps of the run of `config`, after those that fill its pipeline, by two benchmarks and by what updates
+    cost in a run that hardly waited for them."""
     shape = model_shape(config.model.path)
     cost = fitted_engine(EngineCost(shape=shape, device=measured_device(engine)), engine)
     setup = setup_of_run(
@@ -89,7 +95,7 @@ def planned(
         sync=fitted_sync(shape, updates, bandwidth=cost.device.bandwidth),
         sharing=sharing,
     )
-    return Simulation(setup).run(STEPS, warm_up=config.rollout.async_steps + 2)
+    return Simulation(setup).run(steps, warm_up=config.rollout.async_steps + 1)
 
 
 def median_errors(compared: Sequence[Compared]) -> dict[str, float]:

