@@ -44,7 +44,7 @@ class KVPools:
         ]
 
         self.block_size = block_size
-        self.block_step = self.full.data_LB2KX.stride(1) * dtype.itemsize
+        self.block_step = self.full.data_LB2KX.shape[2:].numel() * dtype.itemsize
         """bytes from a block of a layer to the next"""
         self.addresses_L2 = np.array([[part.data_ptr() for part in layer] for layer in self._layers], np.int64)
 

@@ -10,7 +10,7 @@ Suffixes: N outputs, K inputs.
 
 import torch
 
-from inference.quantization.grid import Grid, output_error, round_to_nearest
+from inference.quantization.grid import Grid, output_square, round_to_nearest
 
 _RATIOS = 20
 
@@ -24,7 +24,7 @@ def best_scale(weight_NK: torch.Tensor, hessian_KK: torch.Tensor, grid: Grid) ->
         scale_K = size_K ** (step / _RATIOS)
         scale_K = (scale_K / (scale_K.max() * scale_K.min()).sqrt()).clamp(min=1e-4)
         rounded_NK = round_to_nearest(weight_NK * scale_K, grid).dense() / scale_K
-        error = output_error(weight_NK, rounded_NK, hessian_KK)
+        error = float(output_square(weight_NK - rounded_NK, hessian_KK))
         if error < least:
             best_K, least = scale_K, error
     return best_K

@@ -69,9 +69,13 @@ def round_to_nearest(weight_NK: torch.Tensor, grid: Grid) -> Quantized:
     )
 
 
+def output_square(weight_NK: torch.Tensor, hessian_KK: torch.Tensor) -> torch.Tensor:
+    """|x W|^2 over the tokens x whose products `hessian_KK` sums up."""
+    return ((weight_NK.float() @ hessian_KK) * weight_NK.float()).sum()
+
+
 def output_error(weight_NK: torch.Tensor, other_NK: torch.Tensor, hessian_KK: torch.Tensor) -> float:
-    """|x (W - W')| / |x W| over the tokens x whose products `hessian_KK` sums up."""
-    off_NK = weight_NK.float() - other_NK.float()
-    lost = ((off_NK @ hessian_KK) * off_NK).sum()
-    whole = ((weight_NK.float() @ hessian_KK) * weight_NK.float()).sum()
+    """|x (W - W')| / |x W|"""
+    lost = output_square(weight_NK - other_NK, hessian_KK)
+    whole = output_square(weight_NK, hessian_KK)
     return float((lost / whole.clamp(min=1e-30)).clamp(min=0).sqrt())

@@ -36,8 +36,8 @@ class Limits:
 
 EXACT, ROUNDED, QUANTIZED = Limits(1e-5, 1e-4), Limits(1e-2, math.inf), Limits(0.15, math.inf)
 """int8 weights are 0.05 to 0.075 off, int8 keys and values less"""
-COARSE = Limits(0.6, math.inf)
-"""int4 weights"""
+COARSE = Limits(1.0, math.inf)
+"""int4 weights are 0.2 to 0.7 off"""
 
 
 def parity_limits(
