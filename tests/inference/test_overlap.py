@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from inference import LLM, SamplingParams
@@ -148,8 +148,14 @@ def test_with_room_for_all_nothing_differs_whatever_happens_when(model_folder: s
         assert seen(overlapped.done[request_id], versions=True) == seen(output, versions=True)
 
 
+TIGHT = {"max_num_seqs": 3, "kv_cache_tokens": 40, "block_size": 1, "max_tokens_per_step": 3, "prefix_caching": False}
+
+
 @settings(max_examples=80, deadline=None)
 @given(history=events, options=pools)
+@example(  # prompt logprobs of chunks that differ
+    history=[Add(0, 0, 1, 9, 0), Add(0, 0, 2, 9, 0), Add(4, 6, 1, 9, 0)], options=TIGHT | {"batching": "continuous"}
+)
 def test_in_a_crowd_tokens_do_not_differ(model_folder: str, history: list[Event], options: Any) -> None:
     """A slot is free one step later, so who runs when may differ, and what an abort leaves by a few tokens."""
     plain, overlapped = (History(model_folder, moved=False, overlap=o, **options) for o in (False, True))

@@ -111,8 +111,7 @@ def test_nothing_but_the_number_of_steps_differs(model_folder: str, asked: list[
     params = [SamplingParams(n=n, max_tokens=length, seed=rule, **RULES[rule]) for _, rule, n, length in asked]
     plain, drafted, llm = both(model_folder, [PROMPTS[p] for p, *_ in asked], params, wrong=wrong, **room)
     assert seen(drafted) == seen(plain)
-    for one, other in zip(drafted, plain, strict=True):  # summed in torch, a chunk at a time
-        assert (one.prompt_logprobs or [])[1:] == pytest.approx((other.prompt_logprobs or [])[1:], abs=1e-5)
+    assert [out.prompt_logprobs for out in drafted] == [out.prompt_logprobs for out in plain]
     after = llm.stats()
     assert after["running"] == after["waiting"] == after["kv_usage"] == 0
     if wrong == 0:
