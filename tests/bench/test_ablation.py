@@ -20,6 +20,7 @@ COLUMNS = {
 }  # fmt: skip
 
 
+@pytest.mark.soak
 def test_a_row_serves_the_load_that_was_drawn(tmp_path: Path) -> None:
     """Lengths, order and signal of a real run are those of the draw: a simulation of the draw is one of the run."""
     settings = [

@@ -43,6 +43,7 @@ def test_the_32b_run() -> None:
     assert found.train_seconds == pytest.approx(125, rel=0.1)
 
 
+@pytest.mark.soak
 def test_the_7b_run() -> None:
     """With the default of the host; with the host's part of their ablation a step takes far longer."""
     efficiency = fitted_learner_efficiency(RUN_32B)

@@ -18,6 +18,7 @@ def question(gpus: int, prompts_per_step: int) -> Question:
     )  # fmt: skip
 
 
+@pytest.mark.soak
 def test_half_of_64_engines_tells_what_all_do() -> None:
     found = []
     for most in (64, SIMULATED_WORKERS):
