@@ -21,11 +21,12 @@ def store_int8(x_D, head, block_size, place, first, step):  # type: ignore[no-un
     for d in range(size):
         largest = max(largest, abs(x_D[U(d)]))
         poison += x_D[U(d)] * np.float32(0)
-    inverse = np.float32(127) / largest
+    # In float64, then rounded: the compiler's float32 quotient may be off in the last digit.
+    inverse = np.float32(127.0 / np.float64(largest))
     numbers = signed_bytes(head, block_size * size)
     for d in range(size):
         numbers[U(first + d * step)] = np.int8(np.rint(x_D[U(d)] * inverse))
-    floats(head + block_size * size, block_size)[place] = largest / np.float32(127) + poison
+    floats(head + block_size * size, block_size)[place] = np.float32(np.float64(largest) / 127.0) + poison
 
 
 @exact
