@@ -14,7 +14,7 @@ from inference.kernels.cpu_tile import LANES, WIDE, product
 U = np.uint64  # an unsigned index needs no test for a negative one, which would keep a loop from vectorising
 _CHUNK = 24  # outputs taken at once are a multiple: every block height divides it
 _CHUNK_BYTES = 1 << 19  # weights of a chunk stay in the second-level cache while all tokens pass
-_LONG_ROW = 1 << 14  # bytes; a block of longer ones, fetched ahead, would push the present one out of the cache
+LONG_ROW = 1 << 14  # bytes; a block of longer ones, fetched ahead, would push the present one out of the cache
 
 
 @exact
@@ -32,6 +32,18 @@ def share_start(num_rows, share, threads):  # type: ignore[no-untyped-def]
 
 
 @exact
+def take_rows(thread, threads, signals, piece, num_rows, size):  # type: ignore[no-untyped-def]
+    """(first, end, end of the share) of the next rows: of a thread's own share, then of others'; all equal: none."""
+    for turn in range(threads):
+        share = (thread + turn) % threads
+        stop = share_start(num_rows, share + 1, threads)
+        first = share_start(num_rows, share, threads) + take(signals, piece + share, size)
+        if first < stop:
+            return first, min(first + size, stop), stop
+    return num_rows, num_rows, num_rows
+
+
+@exact
 def linear(  # type: ignore[no-untyped-def]
     thread, threads, signals, piece, weight, bias, num_rows, num_features, x, x_panel, out, out_step, out_panel, tokens,
     beyond,
@@ -41,19 +53,15 @@ def linear(  # type: ignore[no-untyped-def]
     `beyond`: the weights this thread will read after these, or 0.
     """
     size = chunk_rows(num_rows, num_features, threads)
-    for turn in range(threads):
-        share = (thread + turn) % threads
-        start, end = share_start(num_rows, share, threads), share_start(num_rows, share + 1, threads)
-        while True:
-            first = start + take(signals, piece + share, size)
-            if first >= end:
-                break
-            rows = min(size, end - first)
-            w, to = weight + 4 * first * num_features, out + 4 * first * out_step
-            after = w + 4 * rows * num_features if first + rows < end else beyond
-            _rows(w, num_features, x, x_panel, to, out_step, out_panel, rows, tokens, after)
-            if bias != 0:
-                add_bias(floats(bias + 4 * first, rows), to, out_step, out_panel, tokens)
+    while True:
+        first, end, stop = take_rows(thread, threads, signals, piece, num_rows, size)
+        if first == end:
+            return
+        rows, w, to = end - first, weight + 4 * first * num_features, out + 4 * first * out_step
+        after = w + 4 * rows * num_features if end < stop else beyond
+        _rows(w, num_features, x, x_panel, to, out_step, out_panel, rows, tokens, after)
+        if bias != 0:
+            add_bias(floats(bias + 4 * first, rows), to, out_step, out_panel, tokens)
 
 
 @exact
@@ -63,24 +71,20 @@ def gated_linear(  # type: ignore[no-untyped-def]
     """out[:size] = silu(gate x) * (up x); `weight` holds gate above up, and so does `out` for the time being."""
     taken, lanes = chunk_rows(size, num_features, threads), np.int64(LANES)
     up = 4 * size * num_features
-    for turn in range(threads):
-        share = (thread + turn) % threads
-        start, end = share_start(size, share, threads), share_start(size, share + 1, threads)
-        while True:
-            first = start + take(signals, piece + share, taken)
-            if first >= end:
-                break
-            rows = min(taken, end - first)
-            w, to = weight + 4 * first * num_features, out + 4 * first * LANES
-            after = w + 4 * rows * num_features if first + rows < end else beyond
-            _rows(w, num_features, x, x_panel, to, lanes, panel, rows, tokens, w + up)
-            _rows(w + up, num_features, x, x_panel, to + 4 * size * LANES, lanes, panel, rows, tokens, after)
-            if bias != 0:
-                add_bias(floats(bias + 4 * first, rows), to, lanes, panel, tokens)
-                add_bias(floats(bias + 4 * (size + first), rows), to + 4 * size * LANES, lanes, panel, tokens)
-            for at in range(0, tokens, LANES):
-                part = to + 4 * (at // LANES * panel)
-                gate(floats(part, rows * LANES), floats(part + 4 * size * LANES, rows * LANES))
+    while True:
+        first, end, stop = take_rows(thread, threads, signals, piece, size, taken)
+        if first == end:
+            return
+        rows, w, to = end - first, weight + 4 * first * num_features, out + 4 * first * LANES
+        after = w + 4 * rows * num_features if end < stop else beyond
+        _rows(w, num_features, x, x_panel, to, lanes, panel, rows, tokens, w + up)
+        _rows(w + up, num_features, x, x_panel, to + 4 * size * LANES, lanes, panel, rows, tokens, after)
+        if bias != 0:
+            add_bias(floats(bias + 4 * first, rows), to, lanes, panel, tokens)
+            add_bias(floats(bias + 4 * (size + first), rows), to + 4 * size * LANES, lanes, panel, tokens)
+        for at in range(0, tokens, LANES):
+            part = to + 4 * (at // LANES * panel)
+            gate(floats(part, rows * LANES), floats(part + 4 * size * LANES, rows * LANES))
 
 
 @fast
@@ -103,7 +107,7 @@ def add_bias(bias, out, out_step, out_panel, tokens):  # type: ignore[no-untyped
 def _rows(w, count, x, x_panel, out, out_step, out_panel, rows, tokens, after):  # type: ignore[no-untyped-def]
     """Blocks as high and wide as the registers allow, 16 (AVX2) or 32 (AVX-512); tokens are computed by eights."""
     left = (tokens + 7) // 8
-    if 4 * count > _LONG_ROW:
+    if 4 * count > LONG_ROW:
         after = np.int64(0)
     while left > 0:
         if WIDE == 16 and left >= 8:

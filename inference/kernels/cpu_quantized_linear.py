@@ -16,12 +16,10 @@ from inference.kernels.compiling import exact
 from inference.kernels.cpu_dot import DOT, WIDE, quantize
 from inference.kernels.cpu_int4_tile import GROUP, QUADS, WORDS, group_sums
 from inference.kernels.cpu_ir import integer, offset
-from inference.kernels.cpu_linear import add_bias, chunk_rows, gate
+from inference.kernels.cpu_linear import LONG_ROW, add_bias, chunk_rows, gate
 from inference.kernels.cpu_math import floats
 from inference.kernels.cpu_team import take
 from inference.kernels.cpu_tile import LANES
-
-_LONG_ROW = 1 << 14  # bytes, as in `inference.kernels.cpu_linear`
 
 
 @exact
@@ -96,7 +94,7 @@ def _rows(bits, w, words, num_features, x, scales, sums, out, out_step, out_pane
     quads = token_quads(bits, num_features)
     count = quads if bits == 8 else quads // QUADS
     left, planes, groups = (tokens + LANES - 1) // LANES, 2 * quads * LANES, quads // QUADS * LANES
-    ahead = 1 if 4 * words <= _LONG_ROW else 0
+    ahead = 1 if 4 * words <= LONG_ROW else 0
     while left > 0:
         taken = 1
         if WIDE == 16 and left >= 2:
