@@ -14,7 +14,12 @@ from inference.kernels.compiling import exact, fast
 from inference.kernels.cpu_attention import attend, norm_rope_store
 from inference.kernels.cpu_linear import gated_linear, linear, share_start
 from inference.kernels.cpu_math import address, floats
-from inference.kernels.cpu_quantized_linear import quantize_panels, quantized_gated_linear, quantized_linear
+from inference.kernels.cpu_quantized_linear import (
+    quantize_panels,
+    quantized_gated_linear,
+    quantized_linear,
+    row_words,
+)
 from inference.kernels.cpu_team import meet, take
 from inference.kernels.cpu_tile import LANES
 
@@ -115,7 +120,7 @@ def forward(  # type: ignore[no-untyped-def]
         met = _linear(
             thread, threads, signals, met, piece, shape, scratch, layer[FIELDS.qkv], layer[FIELDS.qkv_bias],
             qkv_width, model, source, panel, wide, wide_panel, tokens,
-            _own_rows(thread, threads, layer[FIELDS.out], model, width),
+            _own_rows(thread, threads, shape.bits, layer[FIELDS.out], model, width),
         )  # fmt: skip
         _rope_store(thread, threads, shape, eps, layer, caches_L2[index], step, scratch)
         met = meet(signals, threads, met)
@@ -126,7 +131,7 @@ def forward(  # type: ignore[no-untyped-def]
         met = _linear(
             thread, threads, signals, met, piece + 2 * threads, shape, scratch, layer[FIELDS.out],
             layer[FIELDS.out_bias], model, width, attended, width * LANES, y, panel, tokens,
-            _own_rows(thread, threads, layer[FIELDS.gate_up], inner, model),
+            _own_rows(thread, threads, shape.bits, layer[FIELDS.gate_up], inner, model),
         )  # fmt: skip
         norm = layer[FIELDS.mlp_norm] if shape.pre_norm else layer[FIELDS.attention_norm]
         _residual_norm(thread, threads, tokens, scratch, norm, eps, shape.pre_norm, True)
@@ -134,11 +139,11 @@ def forward(  # type: ignore[no-untyped-def]
         met = _gated_linear(
             thread, threads, signals, met, piece + 3 * threads, shape, scratch, layer[FIELDS.gate_up],
             layer[FIELDS.gate_up_bias], source, panel, wide, wide_panel, tokens,
-            _own_rows(thread, threads, layer[FIELDS.down], model, inner),
+            _own_rows(thread, threads, shape.bits, layer[FIELDS.down], model, inner),
         )  # fmt: skip
         beyond = np.int64(0)
         if index + 1 < len(layers_L):
-            beyond = _own_rows(thread, threads, layers_L[index + 1, FIELDS.qkv], qkv_width, model)
+            beyond = _own_rows(thread, threads, shape.bits, layers_L[index + 1, FIELDS.qkv], qkv_width, model)
         met = _linear(
             thread, threads, signals, met, piece + 4 * threads, shape, scratch, layer[FIELDS.down],
             layer[FIELDS.down_bias], model, inner, wide, wide_panel, y, panel, tokens, beyond,
@@ -152,9 +157,10 @@ def forward(  # type: ignore[no-untyped-def]
 
 
 @exact
-def _own_rows(thread, threads, weight, num_rows, num_features):  # type: ignore[no-untyped-def]
+def _own_rows(thread, threads, bits, weight, num_rows, num_features):  # type: ignore[no-untyped-def]
     """The address of the weights that a thread reads first."""
-    return weight + 4 * share_start(num_rows, thread, threads) * num_features
+    words = row_words(bits, num_features) if bits else num_features
+    return weight + 4 * share_start(num_rows, thread, threads) * words
 
 
 @exact
@@ -170,8 +176,8 @@ def _linear(  # type: ignore[no-untyped-def]
         quantize_panels(thread, threads, bits, x, x_panel, num_features, quantized, scales, sums, tokens)
         met = meet(signals, threads, met)
         quantized_linear(
-            signals, piece, threads, bits, weight, bias, num_rows, num_features, quantized, scales, sums, out, lanes,
-            out_panel, tokens,
+            thread, threads, signals, piece, bits, weight, bias, num_rows, num_features, quantized, scales, sums, out,
+            lanes, out_panel, tokens, beyond,
         )  # fmt: skip
     else:
         linear(
@@ -193,8 +199,9 @@ def _gated_linear(  # type: ignore[no-untyped-def]
         quantize_panels(thread, threads, bits, x, x_panel, model, quantized, scales, sums, tokens)
         met = meet(signals, threads, met)
         quantized_gated_linear(
-            signals, piece, threads, bits, weight, bias, size, model, quantized, scales, sums, out, out_panel, tokens
-        )
+            thread, threads, signals, piece, bits, weight, bias, size, model, quantized, scales, sums, out, out_panel,
+            tokens, beyond,
+        )  # fmt: skip
     else:
         gated_linear(
             thread, threads, signals, piece, weight, bias, size, model, x, x_panel, out, out_panel, tokens, beyond
@@ -239,8 +246,8 @@ def quantized_head(  # type: ignore[no-untyped-def]
     meet(signals, threads, met)
     step, piece, none = logits_VR.shape[1], np.int64(0), np.int64(0)
     quantized_linear(
-        signals, piece, threads, bits, weight, none, vocab_size, model,
-        tokens, scales, sums, address(logits_VR), step, np.int64(LANES), rows,
+        thread, threads, signals, piece, bits, weight, none, vocab_size, model,
+        tokens, scales, sums, address(logits_VR), step, np.int64(LANES), rows, none,
     )  # fmt: skip
 
 

@@ -16,9 +16,8 @@ from inference.kernels.compiling import exact
 from inference.kernels.cpu_dot import DOT, WIDE, quantize
 from inference.kernels.cpu_int4_tile import GROUP, QUADS, WORDS, group_sums
 from inference.kernels.cpu_ir import integer, offset
-from inference.kernels.cpu_linear import LONG_ROW, add_bias, chunk_rows, gate
+from inference.kernels.cpu_linear import LONG_ROW, add_bias, chunk_rows, gate, take_rows
 from inference.kernels.cpu_math import floats
-from inference.kernels.cpu_team import take
 from inference.kernels.cpu_tile import LANES
 
 
@@ -47,69 +46,70 @@ def quantize_panels(thread, threads, bits, x, x_panel, num_features, quantized, 
 
 @exact
 def quantized_linear(  # type: ignore[no-untyped-def]
-    signals, piece, threads, bits, weight, bias, num_rows, num_features, x, scales, sums, out, out_step, out_panel,
-    tokens,
+    thread, threads, signals, piece, bits, weight, bias, num_rows, num_features, x, scales, sums, out, out_step,
+    out_panel, tokens, beyond,
 ):  # fmt: skip
-    """out = weight x + bias, in float32. `bias` may be 0."""
+    """out = weight x + bias, in float32. `bias` may be 0; `beyond` is that of `linear`."""
     words = row_words(bits, num_features)
     size = chunk_rows(num_rows, words, threads)
     while True:
-        first = take(signals, piece, size)
-        if first >= num_rows:
+        first, end, stop = take_rows(thread, threads, signals, piece, num_rows, size)
+        if first == end:
             return
-        rows = min(size, num_rows - first)
-        start = out + 4 * first * out_step
-        w = weight + 4 * first * words
-        _rows(bits, w, words, num_features, x, scales, sums, start, out_step, out_panel, rows, tokens)
+        rows, w, to = end - first, weight + 4 * first * words, out + 4 * first * out_step
+        after = w + 4 * rows * words if end < stop else beyond
+        _rows(bits, w, words, num_features, x, scales, sums, to, out_step, out_panel, rows, tokens, after)
         if bias != 0:
-            add_bias(floats(bias + 4 * first, rows), start, out_step, out_panel, tokens)
+            add_bias(floats(bias + 4 * first, rows), to, out_step, out_panel, tokens)
 
 
 @exact
 def quantized_gated_linear(  # type: ignore[no-untyped-def]
-    signals, piece, threads, bits, weight, bias, size, num_features, x, scales, sums, out, panel, tokens
+    thread, threads, signals, piece, bits, weight, bias, size, num_features, x, scales, sums, out, panel, tokens, beyond
 ):
     """out[:size] = silu(gate x) * (up x); `weight` holds gate above up, and so does `out` for the time being."""
     words = row_words(bits, num_features)
     taken, lanes = chunk_rows(size, words, threads), np.int64(LANES)
     while True:
-        first = take(signals, piece, taken)
-        if first >= size:
+        first, end, stop = take_rows(thread, threads, signals, piece, size, taken)
+        if first == end:
             return
-        rows = min(taken, size - first)
-        for row in (first, size + first):
-            start = out + 4 * row * LANES
-            w = weight + 4 * row * words
-            _rows(bits, w, words, num_features, x, scales, sums, start, lanes, panel, rows, tokens)
+        rows, w = end - first, weight + 4 * first * words
+        after = w + 4 * rows * words if end < stop else beyond
+        for row, following in ((first, w + 4 * size * words), (size + first, after)):
+            w, to = weight + 4 * row * words, out + 4 * row * LANES
+            _rows(bits, w, words, num_features, x, scales, sums, to, lanes, panel, rows, tokens, following)
             if bias != 0:
-                add_bias(floats(bias + 4 * row, rows), start, lanes, panel, tokens)
+                add_bias(floats(bias + 4 * row, rows), to, lanes, panel, tokens)
         for at in range(0, tokens, LANES):
             start = out + 4 * (at // LANES * panel + first * LANES)
             gate(floats(start, rows * LANES), floats(start + 4 * size * LANES, rows * LANES))
 
 
 @exact
-def _rows(bits, w, words, num_features, x, scales, sums, out, out_step, out_panel, rows, tokens):  # type: ignore[no-untyped-def]
+def _rows(bits, w, words, num_features, x, scales, sums, out, out_step, out_panel, rows, tokens, after):  # type: ignore[no-untyped-def]
     """Blocks as high and wide as the registers allow, 16 (AVX2) or 32 (AVX-512)."""
     quads = token_quads(bits, num_features)
     count = quads if bits == 8 else quads // QUADS
     left, planes, groups = (tokens + LANES - 1) // LANES, 2 * quads * LANES, quads // QUADS * LANES
-    ahead = 1 if 4 * words <= LONG_ROW else 0
+    none = np.int64(0)
+    if 4 * words > LONG_ROW:
+        after = none
     while left > 0:
         taken = 1
         if WIDE == 16 and left >= 2:
             each = rows // 6
-            product(bits, w, words, count, x, scales, sums, out, out_step, out_panel, each, ahead, 6, 2, 16, DOT)
+            product(bits, w, words, count, x, scales, sums, out, out_step, out_panel, each, after, 6, 2, 16, DOT)
             done, taken = each * 6, 2
         elif WIDE == 16:
             each = rows // 12
-            product(bits, w, words, count, x, scales, sums, out, out_step, out_panel, each, ahead, 12, 1, 16, DOT)
+            product(bits, w, words, count, x, scales, sums, out, out_step, out_panel, each, after, 12, 1, 16, DOT)
             done = each * 12
         else:
             each = rows // 4
             for lane in range(0, 4 * LANES, 32):
                 at, to, scale, total = x + lane, out + lane, scales + lane, sums + lane
-                product(bits, w, words, count, at, scale, total, to, out_step, out_panel, each, ahead, 4, 1, 8, DOT)
+                product(bits, w, words, count, at, scale, total, to, out_step, out_panel, each, after, 4, 1, 8, DOT)
             done = each * 4
         if done < rows:
             tail, rest, each = w + 4 * done * words, out + 4 * done * out_step, rows - done
@@ -117,11 +117,11 @@ def _rows(bits, w, words, num_features, x, scales, sums, out, out_step, out_pane
                 for lane in range(0, LANES, 8):
                     at, scale = x + 4 * (panel * planes + lane), scales + 4 * (panel * LANES + lane)
                     total, to = sums + 4 * (panel * groups + lane), rest + 4 * (panel * out_panel + lane)
-                    product(bits, tail, words, count, at, scale, total, to, out_step, out_panel, each, 0, 1, 1, 8, DOT)
+                    product(bits, tail, words, count, at, scale, total, to, out_step, out_panel, each, none, 1, 1, 8, DOT)
         left -= taken
         x, out = x + 4 * taken * planes, out + 4 * taken * out_panel
         scales, sums = scales + 4 * taken * LANES, sums + 4 * taken * groups
-        ahead = 0  # what follows finds the weights in the cache
+        after = none  # what follows finds the weights in the cache
 
 
 @intrinsic(prefer_literal=True)
@@ -138,7 +138,7 @@ def product(  # type: ignore[no-untyped-def]
     out_step,
     out_panel,
     num_blocks,
-    ahead,
+    after,
     rows,
     panels,
     lanes,
@@ -146,7 +146,7 @@ def product(  # type: ignore[no-untyped-def]
 ):
     """`num_blocks` blocks of `rows` outputs, in float32, for the first `lanes` tokens of each of `panels` panels.
 
-    `row`: words from a weight row to the next; `count`: quads of a row in 8 bits, groups in 4; `ahead` as in
+    `row`: words from a weight row to the next; `count`: quads of a row in 8 bits, groups in 4; `after` as in
     `inference.kernels.cpu_tile.product`.
     """
     shape = [t.literal_value for t in (rows, panels, lanes)]
@@ -154,7 +154,7 @@ def product(  # type: ignore[no-untyped-def]
     signature = types.void(*[types.int64] * 12, rows, panels, lanes, dot)
 
     def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        bits, weights, row, count, tokens, scales, sums, out, out_step, out_panel, blocks, ahead = args[:12]
+        bits, weights, row, count, tokens, scales, sums, out, out_step, out_panel, blocks, after = args[:12]
 
         def run(tile: Any) -> None:
             with cgutils.for_range(builder, blocks) as row_loop:
@@ -162,7 +162,10 @@ def product(  # type: ignore[no-untyped-def]
                 weight_rows = [
                     offset(builder, weights, builder.mul(row, builder.add(first, integer(r)))) for r in range(shape[0])
                 ]
-                following = offset(builder, weight_rows[0], builder.mul(ahead, builder.mul(row, integer(shape[0]))))
+                is_last = builder.icmp_signed("==", builder.add(row_loop.index, integer(1)), blocks)
+                following = offset(builder, weight_rows[0], builder.mul(row, integer(shape[0])))
+                following = builder.select(is_last, after, following)
+                following = builder.select(builder.icmp_signed("==", after, integer(0)), weight_rows[0], following)
                 to = (offset(builder, out, builder.mul(first, out_step)), out_step, out_panel)
                 tile(builder, shape, kind, weight_rows, following, count, (tokens, scales, sums), to)
 

@@ -104,8 +104,8 @@ def _layer(  # type: ignore[no-untyped-def]
     into, each, totals = address(quantized), address(scales), address(sums)
     quantize_panels(thread, threads, bits, address(x), panel, num_features, into, each, totals, tokens)
     quantized_linear(
-        signals, piece, threads, bits, weight, none, num_rows, num_features, into, each, totals, address(out), lanes,
-        np.int64(num_rows * LANES), tokens,
+        thread, threads, signals, piece, bits, weight, none, num_rows, num_features, into, each, totals, address(out),
+        lanes, np.int64(num_rows * LANES), tokens, none,
     )  # fmt: skip
 
 
