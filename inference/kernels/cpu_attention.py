@@ -97,13 +97,16 @@ def _normalize(x_HD, weight, eps):  # type: ignore[no-untyped-def]
 
 @fast
 def attend(  # type: ignore[no-untyped-def]
-    q_HD, first_kv, num_kv, keys, values, block_step, int8, block_size, blocks_W, position, window, scores_HP, keys_DS,
-    block_X, out_HD,
+    q_HD, first_kv, num_kv, keys, values, block_step, int8, block_size, blocks_W, position, window,
+    next_kv, next_blocks_W, next_position, scores_HP, keys_DS, block_X, out_HD,
 ):  # fmt: skip
     """The queries `q_HD` of one token over `num_kv` key heads from `first_kv` on; `keys`, `values` lie in block 0.
 
     Sees the positions up to its own, the last `window` of them if that is not 0. `block_step` leads from a block to
     the next in bytes. `scores_HP` (`scores_width` wide), `keys_DS` and `block_X` are scratch.
+
+    Memory is not to rest: values come while scores are computed, and while values are summed the keys of what the
+    thread does next, the token at `next_position` in `next_blocks_W` with key heads from `next_kv` on.
     """
     heads, head_dim = q_HD.shape
     group = heads // num_kv
@@ -115,7 +118,10 @@ def attend(  # type: ignore[no-untyped-def]
     highest_H[:] = -np.inf
     total_H[:] = np.float32(0)
     head_bytes = block_size * (head_dim + 4) if int8 else 4 * block_size * head_dim
+    next_keys = keys + next_kv * head_bytes
     keys, values = keys + first_kv * head_bytes, values + first_kv * head_bytes
+    ahead = (max(0, next_position + 1 - window) if window > 0 else 0) // block_size - begin // block_size
+    next_last = next_position // block_size + 1
     scale = np.float32(1.0 / np.sqrt(head_dim))
     tile = max(1, TILE // block_size)
     for start in range(begin // block_size, last, tile):
@@ -140,6 +146,7 @@ def attend(  # type: ignore[no-untyped-def]
             low = max(b * block_size, begin)
             count = min((b + 1) * block_size, end) - low
             base, skip = values + block_step * blocks_W[b], low - b * block_size
+            wanted = base if int8 or b + ahead >= next_last else next_keys + block_step * next_blocks_W[b + ahead]
             for k in range(num_kv):
                 value = base + k * head_bytes + 4 * skip * head_dim
                 if int8:
@@ -147,7 +154,7 @@ def attend(  # type: ignore[no-untyped-def]
                     value = address(block_X)
                 w = address(scores_HP[k * group :, low - origin :])
                 out = address(out_HD[k * group :])
-                _add_values(w, scores_HP.shape[1], count, value, head_dim, out, group)
+                _add_values(w, scores_HP.shape[1], count, value, head_dim, out, wanted + k * head_bytes, group)
     for h in range(heads):
         inverse = np.float32(1) / total_H[h]
         for d in range(head_dim):
@@ -213,13 +220,16 @@ def _products(w, w_step, count, x, x_step, out, out_step, wanted, rows):  # type
 
 
 @exact
-def _add_values(w, w_step, count, x, head_dim, out, rows):  # type: ignore[no-untyped-def]
-    """out[rows, D] += w[rows, count] x[count, D], in vectors of 4 registers, then of 8 floats."""
+def _add_values(w, w_step, count, x, head_dim, out, wanted, rows):  # type: ignore[no-untyped-def]
+    """out[rows, D] += w[rows, count] x[count, D], in vectors of 4 registers, then of 8 floats.
+
+    Meanwhile as many bytes are fetched from `wanted` on.
+    """
     while rows > 0:
         taken = min(rows, 3)
         at = 0
         while at + 4 * WIDE <= head_dim:
-            _value_block(w, w_step, count, x + 4 * at, head_dim, out + 4 * at, taken)
+            _value_block(w, w_step, count, x + 4 * at, head_dim, out + 4 * at, wanted + 4 * at * count, taken)
             at += 4 * WIDE
         while at < head_dim:
             for r in range(taken):
@@ -242,10 +252,13 @@ def _add_values(w, w_step, count, x, head_dim, out, rows):  # type: ignore[no-un
 
 
 @exact
-def _value_block(w, w_step, count, x, x_step, out, rows):  # type: ignore[no-untyped-def]
+def _value_block(w, w_step, count, x, x_step, out, wanted, rows):  # type: ignore[no-untyped-def]
+    step = 64 * count  # a cache line a key, from each of four addresses; narrow vectors need but two of them
+    upper = wanted + 2 * step * (WIDE // 16)
+    lines = (wanted, wanted + step, upper, upper + step)
     if rows == 3:
-        accumulate(w, w_step, count, x, x_step, out, x_step, (), 3, 4, WIDE, 1)
+        accumulate(w, w_step, count, x, x_step, out, x_step, lines, 3, 4, WIDE, 1)
     elif rows == 2:
-        accumulate(w, w_step, count, x, x_step, out, x_step, (), 2, 4, WIDE, 1)
+        accumulate(w, w_step, count, x, x_step, out, x_step, lines, 2, 4, WIDE, 1)
     else:
-        accumulate(w, w_step, count, x, x_step, out, x_step, (), 1, 4, WIDE, 1)
+        accumulate(w, w_step, count, x, x_step, out, x_step, lines, 1, 4, WIDE, 1)

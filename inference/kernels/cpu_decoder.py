@@ -346,14 +346,15 @@ def _attention(thread, threads, signals, piece, shape, window, cache_2, step, sc
     parts = num_kv if threads > 1 and tokens < 4 * threads else 1
     heads, kv_heads = shape.num_heads // parts, num_kv // parts
     out_HD = scratch.out[thread]
-    while True:
-        item = take(signals, piece, 1)
-        if item >= tokens * parts:
-            return
+    item = take(signals, piece, 1)
+    while item < tokens * parts:
         t, part = item // parts, item % parts
+        item = take(signals, piece, 1)
+        then, next_part = (item // parts, item % parts) if item < tokens * parts else (t, part)
         attend(
             scratch.qkv_THD[t, part * heads : (part + 1) * heads], part * kv_heads, kv_heads, cache_2[0], cache_2[1],
             shape.block_step, shape.int8_kv, shape.block_size, table_RW[step.rows_T[t]], step.positions_T[t], window,
+            next_part * kv_heads, table_RW[step.rows_T[then]], step.positions_T[then],
             scratch.scores[thread], scratch.keys[thread], scratch.block[thread], out_HD,
         )  # fmt: skip
         attended, lane = scratch.attended[t // LANES], t % LANES

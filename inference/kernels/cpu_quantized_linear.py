@@ -117,7 +117,9 @@ def _rows(bits, w, words, num_features, x, scales, sums, out, out_step, out_pane
                 for lane in range(0, LANES, 8):
                     at, scale = x + 4 * (panel * planes + lane), scales + 4 * (panel * LANES + lane)
                     total, to = sums + 4 * (panel * groups + lane), rest + 4 * (panel * out_panel + lane)
-                    product(bits, tail, words, count, at, scale, total, to, out_step, out_panel, each, none, 1, 1, 8, DOT)
+                    product(
+                        bits, tail, words, count, at, scale, total, to, out_step, out_panel, each, none, 1, 1, 8, DOT
+                    )
         left -= taken
         x, out = x + 4 * taken * planes, out + 4 * taken * out_panel
         scales, sums = scales + 4 * taken * LANES, sums + 4 * taken * groups
