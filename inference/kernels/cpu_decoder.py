@@ -26,7 +26,7 @@ from inference.kernels.cpu_tile import LANES
 PIECES_PER_LAYER = 5  # shared by counting, with a counter for each thread: four products and attention
 _GROUP = 4  # tokens whose queries, keys and values are unpacked together
 _HALF = 8  # tokens normed together
-_PART = 32  # features
+PART = 32  # features whose squares are summed in one
 U = np.uint64
 
 
@@ -92,6 +92,7 @@ class Scratch(NamedTuple):
     quantized: np.ndarray  # [P, 2, features / 4, lane] int32, what a product with quantised rows reads
     token_scales: np.ndarray  # [P, lane]
     token_sums: np.ndarray  # [P, group, lane]
+    squares: np.ndarray  # [P, part of the hidden features, lane], their sums
 
 
 FIELDS = LayerFields()
@@ -115,7 +116,7 @@ def forward(  # type: ignore[no-untyped-def]
         if shape.pre_norm:
             norm = layer[FIELDS.attention_norm]
         if shape.pre_norm or index > 0:
-            _residual_norm(thread, threads, tokens, scratch, norm, eps, shape.pre_norm, index > 0)
+            met = _residual_norm(thread, threads, signals, met, tokens, scratch, norm, eps, shape.pre_norm, index > 0)
         met = meet(signals, threads, met)
         met = _linear(
             thread, threads, signals, met, piece, shape, scratch, layer[FIELDS.qkv], layer[FIELDS.qkv_bias],
@@ -134,7 +135,7 @@ def forward(  # type: ignore[no-untyped-def]
             _own_rows(thread, threads, shape.bits, layer[FIELDS.gate_up], inner, model),
         )  # fmt: skip
         norm = layer[FIELDS.mlp_norm] if shape.pre_norm else layer[FIELDS.attention_norm]
-        _residual_norm(thread, threads, tokens, scratch, norm, eps, shape.pre_norm, True)
+        met = _residual_norm(thread, threads, signals, met, tokens, scratch, norm, eps, shape.pre_norm, True)
         met = meet(signals, threads, met)
         met = _gated_linear(
             thread, threads, signals, met, piece + 3 * threads, shape, scratch, layer[FIELDS.gate_up],
@@ -151,8 +152,9 @@ def forward(  # type: ignore[no-untyped-def]
         norm = layer[FIELDS.mlp_norm]
         piece += PIECES_PER_LAYER * threads
     if not shape.pre_norm:
-        _residual_norm(thread, threads, tokens, scratch, norm, eps, shape.pre_norm, True)
-    _residual_norm(thread, threads, tokens, scratch, final_norm, eps, 1, shape.pre_norm == 1)
+        met = _residual_norm(thread, threads, signals, met, tokens, scratch, norm, eps, shape.pre_norm, True)
+        met = meet(signals, threads, met)
+    _residual_norm(thread, threads, signals, met, tokens, scratch, final_norm, eps, 1, shape.pre_norm == 1)
     _unpack(thread, threads, scratch.normed, hidden_TM)
 
 
@@ -260,61 +262,85 @@ def _pack(thread, threads, hidden_RM, panels):  # type: ignore[no-untyped-def]
 
 
 @exact
+def _own_features(thread, threads, size):  # type: ignore[no-untyped-def]
+    """[first, end) of those that a thread adds, norms and unpacks, in whole parts: what it has computed lies in its own
+    cache, and what another has is slow to come."""
+    parts = (size + PART - 1) // PART
+    return min(size, thread * parts // threads * PART), min(size, (thread + 1) * parts // threads * PART)
+
+
+@exact
 def _embed(thread, threads, token_ids_T, embedding, x):  # type: ignore[no-untyped-def]
     """Empty lanes become 0: they are computed with the others, and numbers too small for the fast path are slow."""
     tokens, size = len(token_ids_T), x.shape[1]
-    for panel in range(thread, (tokens + LANES - 1) // LANES, threads):
+    first, end = _own_features(thread, threads, size)
+    for panel in range((tokens + LANES - 1) // LANES):
         for lane in range(LANES):
             t = panel * LANES + lane
             row = floats(embedding + 4 * token_ids_T[min(t, tokens - 1)] * size, size)
             keep = np.float32(1 if t < tokens else 0)
-            for m in range(size):
+            for m in range(first, end):
                 x[panel, m, lane] = row[m] * keep
 
 
+@exact
+def _residual_norm(thread, threads, signals, met, tokens, scratch, weight, eps, pre_norm, adds):  # type: ignore[no-untyped-def]
+    """x += y, normed = norm(x) where the norm comes first; x += norm(y) where it comes last.
+
+    Begins where all have met; they meet once more within, and how often they met is returned.
+    """
+    first, end = _own_features(thread, threads, scratch.x.shape[1])
+    _add_squares(first, end, tokens, scratch, pre_norm, adds)
+    met = meet(signals, threads, met)
+    _norm(first, end, tokens, scratch, floats(weight, scratch.x.shape[1]), eps, pre_norm)
+    return met
+
+
 @fast
-def _residual_norm(thread, threads, tokens, scratch, weight, eps, pre_norm, adds):  # type: ignore[no-untyped-def]
-    """x += y, normed = norm(x) where the norm comes first; x += norm(y) where it comes last."""
-    size = scratch.x.shape[1]
-    w = floats(weight, size)
-    for panel in range(thread, (tokens + LANES - 1) // LANES, threads):  # whole cache lines, no two threads at one
-        x, y = scratch.x[panel], scratch.y[panel]
+def _add_squares(first, end, tokens, scratch, pre_norm, adds):  # type: ignore[no-untyped-def]
+    """Of features in parts: one long sum would lose digits."""
+    for panel in range((tokens + LANES - 1) // LANES):
+        x, y, normed = scratch.x[panel], scratch.y[panel], scratch.x[panel] if pre_norm else scratch.y[panel]
         for lane in range(0, min(LANES, tokens - panel * LANES), _HALF):
-            if pre_norm:
-                if adds:
-                    for m in range(size):
+            for start in range(first, end, PART):
+                part = scratch.squares[panel, start // PART]
+                for j in range(_HALF):
+                    part[lane + j] = 0
+                for m in range(start, min(start + PART, end)):
+                    if pre_norm and adds:
                         for j in range(_HALF):
                             x[m, lane + j] += y[m, lane + j]
-                _norm(x, lane, w, eps, scratch.normed[panel], False)
-            else:
-                _norm(y, lane, w, eps, x, True)
+                    for j in range(_HALF):
+                        part[lane + j] += normed[m, lane + j] * normed[m, lane + j]
 
 
 @fast
-def _norm(x, lane, w, eps, out, adds):  # type: ignore[no-untyped-def]
-    size = len(w)
-    scale, part = np.zeros(_HALF, np.float32), np.empty(_HALF, np.float32)
-    for start in range(0, size, _PART):  # in parts: one long sum would lose digits
-        part[:] = 0
-        for m in range(start, min(start + _PART, size)):
+def _norm(first, end, tokens, scratch, weight, eps, pre_norm):  # type: ignore[no-untyped-def]
+    size, scale = len(weight), np.empty(_HALF, np.float32)
+    for panel in range((tokens + LANES - 1) // LANES):
+        x, y, out, squares = scratch.x[panel], scratch.y[panel], scratch.normed[panel], scratch.squares[panel]
+        for lane in range(0, min(LANES, tokens - panel * LANES), _HALF):
+            scale[:] = 0
+            for part in range((size + PART - 1) // PART):
+                for j in range(_HALF):
+                    scale[j] += squares[part, lane + j]
             for j in range(_HALF):
-                part[j] += x[m, lane + j] * x[m, lane + j]
-        scale += part
-    for j in range(_HALF):
-        scale[j] = np.float32(1) / np.sqrt(scale[j] / np.float32(size) + np.float32(eps))
-    for m in range(size):
-        for j in range(_HALF):
-            value = w[m] * (x[m, lane + j] * scale[j])
-            out[m, lane + j] = out[m, lane + j] + value if adds else value
+                scale[j] = np.float32(1) / np.sqrt(scale[j] / np.float32(size) + np.float32(eps))
+            for m in range(first, end):
+                for j in range(_HALF):
+                    if pre_norm:
+                        out[m, lane + j] = weight[m] * (x[m, lane + j] * scale[j])
+                    else:
+                        x[m, lane + j] += weight[m] * (y[m, lane + j] * scale[j])
 
 
 @exact
 def _unpack(thread, threads, normed, hidden_TM):  # type: ignore[no-untyped-def]
     tokens, size = hidden_TM.shape
-    for panel in range(thread, (tokens + LANES - 1) // LANES, threads):  # the one this thread has normed
-        for lane in range(min(LANES, tokens - panel * LANES)):
-            for m in range(size):
-                hidden_TM[panel * LANES + lane, m] = normed[panel, m, lane]
+    first, end = _own_features(thread, threads, size)
+    for t in range(tokens):
+        for m in range(first, end):
+            hidden_TM[t, m] = normed[t // LANES, m, t % LANES]
 
 
 @exact

@@ -148,6 +148,7 @@ class CompiledDecoder:
             np.zeros((threads, arch.head_dim * self._block_size), np.float32),
             np.zeros((threads, arch.num_heads, arch.head_dim), np.float32),
             *_quantized_scratch(panels, max(arch.hidden_size, arch.intermediate_size, arch.num_heads * arch.head_dim)),
+            panel(-(-arch.hidden_size // cpu_decoder.PART)),
         )
 
 
