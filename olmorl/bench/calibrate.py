@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from olmorl.bench.engine import bench_engine, read_workload
 from olmorl.bench.learner import bench_learner, read_batch, train_for_ever
 from olmorl.config.schema import Config
 from olmorl.contract.errors import WorkerError
-from olmorl.controller.fleet import resolve_dtype
+from olmorl.controller.fleet import engine_config, learner_config
 from olmorl.controller.placement import plan_placement
 from olmorl.planner.load import Groups
 from olmorl.planner.setup import Sharing
@@ -113,27 +113,16 @@ def _tokens(rng: random.Random, shape: ModelShape, count: int) -> list[int]:
 
 
 def _engine_options(config: Config) -> dict[str, Any]:
-    inference, device = config.inference, plan_placement(config).inference_device
-    return {
-        "device": device,
-        "dtype": resolve_dtype(config, device),
-        "max_num_seqs": inference.max_num_seqs,
-        "kv_cache_tokens": None if isinstance(inference.kv_cache_tokens, str) else inference.kv_cache_tokens,
-        "block_size": inference.block_size,
-        "max_tokens_per_step": inference.max_tokens_per_step,
-        "threads": inference.threads,
-    }
+    """Of a run, whose own batches may be static: what a step costs is the same."""
+    options = asdict(engine_config(config, plan_placement(config))) | {"batching": "continuous"}
+    del options["model"]
+    return options
 
 
 def _learner_options(config: Config) -> dict[str, Any]:
-    learner, device = config.learner, plan_placement(config).learner_device
-    return {
-        "device": device,
-        "dtype": resolve_dtype(config, device),
-        "logprob_chunk_tokens": learner.logprob_chunk_tokens,
-        "activation_checkpointing": learner.activation_checkpointing,
-        "threads": learner.threads,
-    }
+    options = asdict(learner_config(config, plan_placement(config)))
+    del options["model"], options["lr"]
+    return options
 
 
 @contextmanager

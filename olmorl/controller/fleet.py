@@ -45,7 +45,7 @@ async def start_fleet(config: Config, *, cluster: Cluster, placement: Placement)
     learners = [cluster.spawn_learner(f"learner-{i}") for i in range(placement.learner_workers)]
     settings = engine_config(config, placement, cluster.log_dir)
     starts = asyncio.gather(*(_start_placed_engine(engine, settings, deadline) for engine in engines))
-    infos, _ = await asyncio.gather(starts, _start_learners(learners, _learner_config(config, placement), deadline))
+    infos, _ = await asyncio.gather(starts, _start_learners(learners, learner_config(config, placement), deadline))
     learner_info = await learners[0].call("info", timeout=deadline)
     if any(info.tensors != infos[0].tensors for info in infos):
         raise ModelError("the inference workers hold different models; are their model folders the same?")
@@ -117,7 +117,7 @@ def engine_config(config: Config, placement: Placement, log_dir: Path | None = N
     )
 
 
-def _learner_config(config: Config, placement: Placement) -> LearnerConfig:
+def learner_config(config: Config, placement: Placement) -> LearnerConfig:
     loss, optim, learner = config.loss, config.optim, config.learner
     return LearnerConfig(
         model=config.model.path,
