@@ -67,8 +67,9 @@ def test_any_arguments_of_an_instruction_have_a_verdict(name: str) -> None:
     check()
 
 
-REPEATED = [".", "1", " ", "\n", "\\boxed{", "\\boxed ", "{", "}", "<think>", "<answer>", "####", "$", "$a", "1,", "1/2 ",
-            ".\"'", "*", "*a", "[", "answer is ", "-", "a-", "a'", "P.S", "```\n", "。", "\n \t", "<<a", "é"]  # fmt: skip
+REPEATED = [".", "1", " ", "\n", "\\boxed{", "\\boxed ", "{", "}", "<think>", "<answer>", "####", "$", "$a", "1,",
+            "1/2 ", ".\"'", "*", "*a", "[", "answer is ", "-", "a-", "a'", "P.S", "```\n", "。", "\n \t", "<<a",
+            "é"]  # fmt: skip
 GOOD_ARGUMENTS: dict[str, object] = {
     "keywords": ["a"], "keyword": "a", "frequency": 1, "relation": "at least", "forbidden_words": ["z"], "letter": "a",
     "let_frequency": 1, "let_relation": "at least", "language": "en", "num_sentences": 1, "num_paragraphs": 1,
