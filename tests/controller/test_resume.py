@@ -147,7 +147,7 @@ def test_a_checkpoint_that_was_cut_short_is_named(
     (tmp_path / file).unlink()
     if left is not None:
         (tmp_path / file).write_bytes(content[:left])
-    with pytest.raises(ConfigError, match="is broken .* continues the checkpoint before"):
+    with pytest.raises(ConfigError, match=r"is broken .* continues the checkpoint before"):
         DriverState.load(tmp_path, config=config)
 
 

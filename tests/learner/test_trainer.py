@@ -103,7 +103,7 @@ def test_a_checkpoint_that_was_cut_short_is_named(
     file.unlink()
     if left is not None:
         file.write_bytes(content[:left])
-    with pytest.raises(WorkerError, match="learner.* no .metadata|learner cannot be read.* the checkpoint before"):
+    with pytest.raises(WorkerError, match=r"learner.* no .metadata|learner cannot be read.* the checkpoint before"):
         trainer.load(str(tmp_path / "learner"))
 
 
