@@ -3,5 +3,5 @@
 #   launch/local.sh CONFIG.toml [a.b=c ...]
 set -euo pipefail
 : "${1:?usage: launch/local.sh CONFIG.toml [a.b=c ...]}"
-olmorl doctor "$1"
+olmorl doctor "$@"
 exec olmorl train "$@" --resume

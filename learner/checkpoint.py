@@ -4,6 +4,7 @@ A checkpoint is written while training goes on: `begin` copies the state to host
 driver marks the folder complete after `finish` on every rank. An export appears under its name only when it is whole.
 """
 
+import pickle
 import shutil
 from concurrent.futures import Future
 from pathlib import Path
@@ -75,7 +76,14 @@ def load_checkpoint(state: TrainState, path: Path) -> int:
     if not (path / ".metadata").is_file():
         raise WorkerError(f"{path} is not a whole learner checkpoint: it has no .metadata")
     restored = _state_dict(state)
-    dcp.load(restored, checkpoint_id=path)
+    try:
+        dcp.load(restored, checkpoint_id=path)
+    except (CheckpointException, OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
+        reason = (str(error).strip().splitlines() or [""])[-1]
+        raise WorkerError(
+            f"{path} cannot be read, or is of another model ({type(error).__name__}: {reason:.300}); move it away, and "
+            "--resume continues the checkpoint before it"
+        ) from None
     set_state_dict(
         state.policy, state.optimizer, model_state_dict=restored["model"], optim_state_dict=restored["optimizer"]
     )

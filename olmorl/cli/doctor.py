@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from olmorl.cli.cluster_checks import check_cluster
@@ -19,30 +19,30 @@ from olmorl.controller.cluster import cluster_address
 PROBE_TIMEOUT_SECONDS = 120
 
 
-def examine(config_path: Path | None) -> int:
+def examine(config_path: Path | None, overrides: Sequence[str] = ()) -> int:
     """Print all findings as they come; the exit code, 1 if anything failed."""
     counts = {"ok": 0, "warn": 0, "fail": 0}
-    for finding in _findings(config_path):
+    for finding in _findings(config_path, overrides):
         print(finding, flush=True)
         counts[finding.status] += 1
     print(", ".join(f"{count} {status}" for status, count in counts.items()))
     return 1 if counts["fail"] else 0
 
 
-def _findings(config_path: Path | None) -> Iterator[Finding]:
+def _findings(config_path: Path | None, overrides: Sequence[str]) -> Iterator[Finding]:
     yield from check_packages()
     yield from probe_torch()
-    yield from check_machine(Path.cwd())
+    yield from check_machine(Path.cwd() if config_path is None else None)
     yield from check_sandbox()
     if config_path is not None:
-        yield from check_run(config_path)
-    yield from _cluster(config_path)
+        yield from check_run(config_path, overrides)
+    yield from _cluster(config_path, overrides)
 
 
-def _cluster(config_path: Path | None) -> Iterator[Finding]:
+def _cluster(config_path: Path | None, overrides: Sequence[str]) -> Iterator[Finding]:
     """Its nodes, where one is named: by the config, which was found good or bad before, or by RAY_ADDRESS."""
     try:
-        config = None if config_path is None else load_config(config_path)
+        config = None if config_path is None else load_config(config_path, overrides)
     except ConfigError:
         return
     address = cluster_address(None if config is None else config.cluster.address)

@@ -22,7 +22,8 @@ GB = 1 << 30
 RAY_FULL = 0.95  # the share of a disk in use at which Ray stops creating objects
 
 
-def check_machine(folder: Path) -> Iterator[Finding]:
+def check_machine(folder: Path | None) -> Iterator[Finding]:
+    """`folder`: where a run would write; None: that is looked at elsewhere."""
     yield _ports()
     yield from _limits()
     yield _memory()
@@ -72,15 +73,19 @@ def _memory() -> Finding:
     return Finding("ok", what)
 
 
-def _disks(folder: Path) -> Iterator[Finding]:
-    here = shutil.disk_usage(folder)
-    what = f"disk: {here.free / GB:.1f} GB free at {folder}"
-    if here.free < GB:
-        yield Finding("fail", what, "free some space, or set run.output_dir to another disk")
-    elif here.free < 10 * GB:
-        yield Finding("warn", what, "checkpoints hold weights and optimizer, 14 bytes a parameter and more")
-    else:
-        yield Finding("ok", what)
+def check_disk(folder: Path, *, what: str) -> Finding:
+    free = shutil.disk_usage(folder).free
+    what = f"{what}: {free / GB:.1f} GB free at {folder}"
+    if free < GB:
+        return Finding("fail", what, "free some space, or set run.output_dir to another disk")
+    if free < 10 * GB:
+        return Finding("warn", what, "checkpoints hold weights and optimizer, 14 bytes a parameter and more")
+    return Finding("ok", what)
+
+
+def _disks(folder: Path | None) -> Iterator[Finding]:
+    if folder is not None:
+        yield check_disk(folder, what="disk")
     ray = shutil.disk_usage(tempfile.gettempdir())
     if ray.used / ray.total > RAY_FULL:
         what = f"{tempfile.gettempdir()} is {ray.used / ray.total:.0%} full; Ray refuses objects above {RAY_FULL:.0%}"

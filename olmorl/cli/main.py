@@ -285,6 +285,9 @@ def replay_schedule(
 @app.command()
 def doctor(
     config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="Also check what this run needs.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Settings laid over the file; later wins.")
+    ] = None,
 ) -> None:
     """Look for what would keep a run from working here.
 
@@ -292,7 +295,7 @@ def doctor(
     """
     from olmorl.cli.doctor import examine
 
-    raise typer.Exit(examine(config))
+    raise typer.Exit(examine(config, overrides or []))
 
 
 def run(arguments: list[str]) -> int:

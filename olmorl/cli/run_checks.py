@@ -1,9 +1,11 @@
 """Is what one config asks for really there: model, data, devices?"""
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from olmorl.cli.finding import Finding
+from olmorl.cli.machine_checks import check_disk
 from olmorl.cli.shadowed import find_shadowed
 from olmorl.config.data_sections import SourceSection
 from olmorl.config.load import load_config
@@ -14,19 +16,29 @@ from olmorl.controller.placement import Node, plan_placement, this_machine
 from olmorl.data.source import read_source
 
 
-def check_run(config_path: Path) -> Iterator[Finding]:
+def check_run(config_path: Path, overrides: Sequence[str] = ()) -> Iterator[Finding]:
     try:
-        config = load_config(config_path)
+        config = load_config(config_path, overrides)
     except ConfigError as error:
         yield Finding("fail", str(error))
         return
     yield Finding("ok", f"{config_path} is a valid config")
+    yield check_output(config.run.directory)
     if not find_shadowed():  # the engine says which models it knows
         yield check_model(config.model.path)
     for source in (*config.data.train, *config.eval.data):
         yield check_data(source)
     if cluster_address(config.cluster.address) is None:
         yield _placement(config)
+
+
+def check_output(directory: Path) -> Finding:
+    """May the run write there, and is there room? The nearest folder that stands there tells."""
+    directory = directory.absolute()
+    there = next(folder for folder in (directory, *directory.parents) if folder.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        return Finding("fail", f"run directory {directory}: {there} cannot be written to", "set run.output_dir")
+    return check_disk(there, what=f"run directory {directory}")
 
 
 def check_model(path: str) -> Finding:

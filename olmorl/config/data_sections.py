@@ -1,7 +1,7 @@
 """Sections on where prompts come from and how answers are judged: data, reward, evaluation."""
 
 import math
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -34,7 +34,7 @@ class SourceSection(Section):
     path: str = Field(min_length=1)
     """a .jsonl, .json or .parquet file (the first two also .gz), a folder of a Hugging Face data set, a hub id, or
     reasoning_gym:TASK"""
-    name: str | None = None
+    name: str | None = Field(None, min_length=1)
     """in the metrics; None takes what the rows say, or the path"""
     split: str = "train"
     """of a Hugging Face data set"""
@@ -44,11 +44,11 @@ class SourceSection(Section):
     """read a hub data set row by row, as far as `limit`, without downloading it whole"""
     limit: int | None = Field(None, ge=1)
     """read only so many rows; of reasoning_gym: make so many"""
-    weight: float | None = Field(None, gt=0)
+    weight: float | None = Field(None, gt=0, allow_inf_nan=False)
     """share of this source in each epoch, relative to the other weights"""
     count: int | None = Field(None, ge=1)
     """prompts of this source in each epoch; all its prompts take their turn over the epochs"""
-    verifier: tuple[str, ...] | None = Field(None, strict=False)
+    verifier: Annotated[tuple[str, ...], Field(min_length=1)] | None = Field(None, strict=False)
     """takes the place of what the rows say; a name, my_module:my_function, or a list of them"""
     environment: str | None = None
     """what the model talks to before it is judged: a name or my_module:MyClass; takes the place of what rows say"""
@@ -100,13 +100,13 @@ class DataSection(Section):
 
 
 class RewardSection(Section):
-    verifier: tuple[str, ...] | None = Field(None, strict=False)
+    verifier: Annotated[tuple[str, ...], Field(min_length=1)] | None = Field(None, strict=False)
     """name or my_module:my_function, or a list of them, whose rewards are added; None takes each row's own"""
     weights: dict[str, float] = Field(default_factory=dict)
     """of verifiers, by name, where several judge one row; 1 if not named"""
     remap: dict[str, str] = Field(default_factory=dict)
     """verifiers that take the place of those the rows name: {old = "new"}"""
-    scale: float = Field(1.0, gt=0)
+    scale: float = Field(1.0, gt=0, allow_inf_nan=False)
     """multiplies every reward"""
     timeout_seconds: float = Field(30.0, gt=0)
     workers: int = Field(1, ge=1)
@@ -177,7 +177,7 @@ class EvalSection(Section):
     """prompts of each set"""
     samples_per_prompt: int = Field(1, ge=1)
     """the k of avg@k and pass@k"""
-    temperature: float = Field(1.0, ge=0)
+    temperature: float = Field(1.0, ge=0, allow_inf_nan=False)
     top_k: int = Field(0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)
     min_p: float = Field(0.0, ge=0, le=1)

@@ -62,5 +62,7 @@ def _allowed(detail: ErrorDetails) -> str:
         "tuple_type": "a list",
         "path_type": "a path",
         "missing": "longer",
+        "too_short": "a list of one or more",
+        "string_too_short": "a text of one character or more",
     }
     return words.get(detail["type"]) or detail["msg"].removeprefix("Input should be ")

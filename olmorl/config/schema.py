@@ -13,10 +13,11 @@ from olmorl.config.section import Section
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class RunSection(Section):
-    name: str = "run"
+    name: str = Field("run", min_length=1)
     """the run directory is <output_dir>/<name>"""
     output_dir: Path = Field(Path("outputs"), strict=False)
     seed: int = 0
@@ -26,6 +27,13 @@ class RunSection(Section):
     @property
     def directory(self) -> Path:
         return self.output_dir / self.name
+
+    @model_validator(mode="after")
+    def _name_stays_inside(self) -> "RunSection":
+        parts = Path(self.name).parts
+        if not parts or ".." in parts or Path(self.name).is_absolute():
+            raise ValueError(f"run.name = {self.name!r} is no folder inside run.output_dir; set run.output_dir instead")
+        return self
 
 
 class ModelSection(Section):
@@ -37,7 +45,8 @@ class ModelSection(Section):
 
 class RolloutSection(Section):
     prompts_per_step: int = Field(16, ge=1)
-    samples_per_prompt: int = Field(8, ge=1)
+    samples_per_prompt: int = Field(8, ge=2)
+    """the group whose rewards are compared; one alone has nothing to be compared with"""
     max_prompt_tokens: int = Field(2048, ge=1)
     max_response_tokens: int = Field(2048, ge=1)
     """with an environment: all turns and observations together"""
@@ -84,12 +93,12 @@ class RolloutSection(Section):
 
 
 class SamplingSection(Section):
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(1.0, gt=0, allow_inf_nan=False)
     top_k: int = Field(0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)
     min_p: float = Field(0.0, ge=0, le=1)
     repetition_penalty: float = Field(1.0, gt=0)
-    stop: tuple[str, ...] = Field((), strict=False)
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field((), strict=False)
 
 
 class InferenceSection(Section):
@@ -185,10 +194,10 @@ class LossSection(Section):
     importance_cap: float = Field(2.0, gt=0)
     importance_band: tuple[float, float] | None = Field(None, strict=False)
     """[low, high]: tokens whose importance ratio lies outside are left out of the loss (IcePop)"""
-    kl_beta: float = Field(0.0, ge=0)
+    kl_beta: float = Field(0.0, ge=0, allow_inf_nan=False)
     """weight of the KL term; above 0 a second copy of the model is loaded as the reference"""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    denominator: float | None = Field(None, gt=0)
+    denominator: float | None = Field(None, gt=0, allow_inf_nan=False)
     """a constant to divide the summed loss by; None: the number of trained tokens of the optimizer step"""
     advantage: Literal["centered", "standardized", "leave_one_out"] = "centered"
     mask_truncated: bool = False
@@ -202,12 +211,12 @@ class OptimSection(Section):
     """optimizer steps that a batch is cut into"""
     epochs: int = Field(1, ge=1)
     """passes over a batch before the next one"""
-    lr: float = Field(1e-6, ge=0)
+    lr: float = Field(1e-6, ge=0, allow_inf_nan=False)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = Field(0, ge=0)
-    betas: tuple[float, float] = Field((0.9, 0.999), strict=False)
-    eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.0, ge=0)
+    betas: tuple[Beta, Beta] = Field((0.9, 0.999), strict=False)
+    eps: float = Field(1e-8, gt=0, allow_inf_nan=False)
+    weight_decay: float = Field(0.0, ge=0, allow_inf_nan=False)
     max_grad_norm: float = Field(1.0, gt=0)
 
 
@@ -326,8 +335,6 @@ class Config(Section):
             self._check_counts()
         self._check_shared_gpu()
         self._check_quantization()
-        if self.loss.advantage == "leave_one_out" and self.rollout.samples_per_prompt < 2:
-            raise ValueError("loss.advantage = 'leave_one_out' needs rollout.samples_per_prompt >= 2")
         return self
 
     @property

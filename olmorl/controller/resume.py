@@ -124,17 +124,16 @@ class DriverState:
 
     @classmethod
     def load(cls, folder: Path, *, config: Config) -> "DriverState":
-        """Raises ConfigError when the seed is another. Groups made under other settings are issued again."""
-        raw = json.loads((folder / FILE).read_text())
-        state = cls(
-            **{
-                **raw,
-                "again": [tuple(occurrence) for occurrence in raw["again"]],
-                "finished": [Finished(**group) for group in raw["finished"]],
-                "rows": read_rollouts(folder / SAMPLES_FILE),
-                "totals": Totals(**raw["totals"]),
-            }
-        )
+        """Raises ConfigError when the seed is another, or the files are broken. Groups made under other settings are
+        issued again."""
+        try:
+            state = cls._read(folder)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            reason = (str(error).splitlines() or [""])[0]
+            raise ConfigError(
+                f"{folder} is broken ({type(error).__name__}: {reason}); move it away, and --resume continues the "
+                "checkpoint before it"
+            ) from None
         if state.seed != config.run.seed:
             raise ConfigError(
                 f"{folder} was made with run.seed = {state.seed}, the config says {config.run.seed}; keep the seed"
@@ -149,6 +148,19 @@ class DriverState:
             again = [(group.epoch, group.position) for group in state.finished] + state.again
             state = replace(state, again=again, finished=[], rows=[])
         return state
+
+    @classmethod
+    def _read(cls, folder: Path) -> "DriverState":
+        raw = json.loads((folder / FILE).read_text())
+        return cls(
+            **{
+                **raw,
+                "again": [tuple(occurrence) for occurrence in raw["again"]],
+                "finished": [Finished(**group) for group in raw["finished"]],
+                "rows": read_rollouts(folder / SAMPLES_FILE),
+                "totals": Totals(**raw["totals"]),
+            }
+        )
 
     def prompts(self, source: PromptSource) -> PromptQueue:
         source.restore(self.stream)

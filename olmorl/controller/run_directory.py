@@ -6,6 +6,7 @@ the rows of metrics and rollouts beyond the checkpoint move to attempt_N/, so th
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from olmorl.contract.errors import ConfigError
 
 MARKER = "COMPLETE"
+STEP_NAME = re.compile(r"step_\d+(\.parquet|\.safetensors)?")
 
 
 class RunDirectory:
@@ -63,7 +65,7 @@ class RunDirectory:
         return next((place for place, there in zip(places, whole, strict=True) if there), None)
 
     def keep_newest_weights(self, count: int) -> None:
-        for old in sorted((self.path / "weights").glob("step_*.safetensors"), key=_step_of)[:-count]:
+        for old in _steps(self.path / "weights")[:-count]:
             old.unlink()
 
     def logs(self, attempt: int) -> Path:
@@ -82,20 +84,30 @@ class RunDirectory:
             )
         for folder in ("checkpoints", "rollouts", "export", "logs"):
             (self.path / folder).mkdir(parents=True, exist_ok=True)
-        attempt = 1 + len(list((self.path / "logs").glob("attempt_*")))
+        attempt = 1 + self._newest_attempt()
         self.logs(attempt).mkdir()
         checkpoint = self.newest_complete() if resume else None
         if has_run:
             self._set_aside(attempt - 1, beyond=_step_of(checkpoint) if checkpoint else -1)
         return attempt, checkpoint
 
+    def _newest_attempt(self) -> int:
+        """Also where somebody has cleared away old logs: what an attempt left was set aside by the one after it."""
+
+        def newest(folder: Path) -> int:
+            numbers = (path.name.removeprefix("attempt_") for path in folder.glob("attempt_*"))
+            return max((int(number) for number in numbers if number.isdecimal()), default=0)
+
+        set_aside = newest(self.path)
+        return max(newest(self.path / "logs"), set_aside and set_aside + 1)
+
     def newest_complete(self) -> Path | None:
-        return max(self._complete(), key=_step_of, default=None)
+        return next(reversed(self._complete()), None)
 
     def newest_export(self) -> tuple[int, Path] | None:
         """(step, folder) of the newest model that stands there whole."""
-        whole = [f for f in (self.path / "export").glob("step_*") if list(f.glob("*.safetensors"))]
-        newest = max(whole, key=_step_of, default=None)
+        whole = [folder for folder in _steps(self.path / "export") if list(folder.glob("*.safetensors"))]
+        newest = next(reversed(whole), None)
         return None if newest is None else (_step_of(newest), newest)
 
     def finished(self, steps: int) -> dict[str, Any] | None:
@@ -116,18 +128,19 @@ class RunDirectory:
         replacement.unlink(missing_ok=True)
         replacement.symlink_to(folder.name)
         replacement.replace(latest)
-        for old in sorted(self._complete(), key=_step_of)[:-keep]:
+        for old in self._complete()[:-keep]:
             (old / MARKER).unlink()
             shutil.rmtree(old)
 
     def _complete(self) -> list[Path]:
-        return [folder for folder in (self.path / "checkpoints").glob("step_*") if (folder / MARKER).exists()]
+        """Oldest first."""
+        return [folder for folder in _steps(self.path / "checkpoints") if (folder / MARKER).exists()]
 
     def _set_aside(self, attempt: int, *, beyond: int) -> None:
         """Move rows of steps > `beyond`, and half-written checkpoints, to attempt_<attempt>/."""
         aside = self.path / f"attempt_{attempt}"
         for folder in ("rollouts", "evals", "checkpoints", "weights", "export"):
-            for entry in sorted((self.path / folder).glob("step_*")):
+            for entry in _steps(self.path / folder):
                 if _step_of(entry) > beyond or (folder == "checkpoints" and not (entry / MARKER).exists()):
                     (aside / folder).mkdir(parents=True, exist_ok=True)
                     entry.rename(aside / folder / entry.name)
@@ -141,6 +154,12 @@ class RunDirectory:
                 (aside / "metrics.jsonl").write_text("".join(moved))
                 write_atomically(self.metrics_file, "".join(kept))
         self.summary_file.unlink(missing_ok=True)
+
+
+def _steps(folder: Path) -> list[Path]:
+    """What is of a step, by step; what is still written, or a copy somebody made, has another name."""
+    named = [path for path in folder.glob("step_*") if STEP_NAME.fullmatch(path.name)]
+    return sorted(named, key=_step_of)
 
 
 def _step_of(path: Path) -> int:

@@ -53,12 +53,29 @@ def read_example(
     completion can be scored. Raises DataError."""
     columns = columns or Columns()
     if not needs_answer:
-        return _read_prompt_alone(row, place, source, columns)
-    example = _read_example(row, place, source, columns)
+        return _check_text(_read_prompt_alone(row, place, source, columns), place)
+    example = _check_text(_read_example(row, place, source, columns), place)
     if columns.lengths is not None:
         example = replace(example, lengths=_read_lengths(row, columns.lengths, place))
-    environment = row.get("environment")
-    return replace(example, environment=environment) if isinstance(environment, str) and environment else example
+    return replace(example, environment=_read_name(row, "environment", place))
+
+
+def _read_name(row: Row, column: str, place: str) -> str | None:
+    name = row.get(column)
+    if name is not None and not isinstance(name, str):
+        raise DataError(f"{place}: {column} is {name!r:.80}; it must be a name")
+    return name or None
+
+
+def _check_text(example: Example, place: str) -> Example:
+    r"""JSON can write half of a surrogate pair ("\ud83d"), which is no text to a tokenizer or a file."""
+    messages = example.prompt if isinstance(example.prompt, tuple) else ({"content": example.prompt},)
+    for text in (example.data_source, *(part for message in messages for part in message.values())):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise DataError(f"{place}: not UTF-8: {text[error.start : error.end]!r} in {text!r:.80}") from None
+    return example
 
 
 def _read_lengths(row: Row, column: str, place: str) -> tuple[int, ...]:
@@ -79,10 +96,10 @@ def _read_example(row: Row, place: str, source: str, columns: Columns) -> Exampl
     answer = _required(row, answer_column, place)
     if isinstance(answer, str) and (match := GSM8K_ANSWER.search(answer)):
         answer = match.group(1)
-    named, verifier = row.get("data_source"), row.get("verifier")
+    named = row.get("data_source")
     return Example(
         prompt=_read_prompt(row[prompt_column], prompt_column, place),
-        checks=(Check(verifier if isinstance(verifier, str) and verifier else None, answer),),
+        checks=(Check(_read_name(row, "verifier", place), answer),),
         data_source=named if isinstance(named, str) and named else source,
     )
 

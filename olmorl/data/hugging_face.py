@@ -17,7 +17,8 @@ def read_hugging_face(source: SourceSection) -> Iterator[tuple[str, Row]]:
         for number, row in enumerate(_open(source), 1):
             yield f"{source.path}:row {number}", dict(row)
     except (datasets.exceptions.DatasetsError, ValueError, OSError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        cause = error.__cause__ or error  # of what broke a row the library says no more than that something did
+        reason = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
         raise DataError(f"{source.path}: cannot be read as a Hugging Face data set: {reason}") from None
 
 

@@ -80,6 +80,8 @@ def _parse(content: bytes, place: str, *, whole: bool = False) -> object:
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}" if whole else f"column {error.colno}"
         raise DataError(f"{place}: broken JSON at {where}: {error.msg}") from None
+    except ValueError as error:  # a number of some thousand digits
+        raise DataError(f"{place}: cannot be read: {str(error).partition(';')[0]}") from None
     except RecursionError:
         raise DataError(f"{place}: broken JSON: nested too deeply") from None
 

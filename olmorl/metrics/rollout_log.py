@@ -131,7 +131,10 @@ def _rows(table: pa.Table) -> list[RolloutRow]:
 def _column(rows: Sequence[RolloutRow], field: pa.Field) -> pa.Array:
     values = [getattr(row, field.name) for row in rows]
     if not pa.types.is_list(field.type):
-        return pa.array(values, field.type)
+        try:
+            return pa.array(values, field.type)
+        except UnicodeEncodeError:  # half of a surrogate pair, in a ground truth or in what a verifier said
+            return pa.array([v and v.encode("utf-8", "backslashreplace").decode() for v in values], field.type)
     offsets = np.zeros(len(values) + 1, dtype=np.int32)
     np.cumsum([len(value) for value in values], out=offsets[1:])
     items = _structs(values, field.type.value_type) if _holds_structs(field.type) else _numbers(values, field.type)

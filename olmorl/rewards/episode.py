@@ -59,6 +59,16 @@ def _find_problem(reply: object) -> str | None:
         return "it must be a Reply"
     if reply.observation is not None and not isinstance(reply.observation, str):
         return "its observation must be text or None"
+    if reply.observation is not None and not _is_unicode(reply.observation):
+        return "its observation must be text that UTF-8 can write"
     if not isinstance(reply.reward, numbers.Real) or not math.isfinite(reply.reward):
         return "its reward must be a finite number"
     return None
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
+    return True

@@ -51,7 +51,12 @@ def _follow(completion: str, instructions: Sequence[Instruction], *, all_or_noth
     for instruction in instructions:
         try:
             followed = INSTRUCTIONS[instruction.name](text, **instruction.arguments)
-        except (TypeError, ValueError, AttributeError) as error:  # what arguments of a wrong kind or number lead to
+        except (
+            TypeError,
+            ValueError,
+            OverflowError,
+            AttributeError,
+        ) as error:  # what arguments of a wrong kind or number lead to
             return unscorable(f"{instruction.name} with {instruction.arguments!r:.200}: {error}")
         if not followed or not text:
             failed.append(instruction.name)
@@ -149,7 +154,7 @@ def _parse(value: object) -> object:
         return value
     try:
         return json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         pass
     try:
         return ast.literal_eval(value)

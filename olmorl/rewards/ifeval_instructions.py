@@ -14,7 +14,8 @@ from olmorl.rewards.language import is_english, language_of
 Check = Callable[..., bool]
 
 CHOICES = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
-SENTENCE_END = re.compile(r"[.!?…]+[\"'”’)\]]*(?=\s|$)|[。！？]+")
+# From the first of a row of stops alone, and never back: "....x" would be gone through once for each of its dots.
+SENTENCE_END = re.compile(r"(?<![.!?…])[.!?…]++[\"'”’)\]]*+(?=\s|$)|[。！？]+")
 ABBREVIATION = re.compile(
     r"\b(?:mr|mrs|ms|dr|prof|st|jr|sr|vs|etc|inc|ltd|co|e\.g|i\.e|a\.m|p\.m|u\.s|no|fig|p\.s|p\.p\.s|[a-z])\.$", re.I
 )
@@ -45,8 +46,15 @@ def _has_word(text: str, word: str) -> bool:
     return re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE) is not None
 
 
+def _listed(words: object) -> list[str]:
+    """A text would be taken for a list of its letters."""
+    if not isinstance(words, list | tuple) or not all(isinstance(word, str) for word in words):
+        raise ValueError(f"{words!r:.80} is no list of texts")
+    return list(words)
+
+
 def keywords_exist(text: str, *, keywords: list[str]) -> bool:
-    return all(keyword.lower() in text.lower() for keyword in keywords)
+    return all(keyword.lower() in text.lower() for keyword in _listed(keywords))
 
 
 def keyword_frequency(text: str, *, keyword: str, frequency: int, relation: str) -> bool:
@@ -54,7 +62,7 @@ def keyword_frequency(text: str, *, keyword: str, frequency: int, relation: str)
 
 
 def forbidden_words(text: str, *, forbidden_words: list[str]) -> bool:
-    return not any(_has_word(text, word) for word in forbidden_words)
+    return not any(_has_word(text, word) for word in _listed(forbidden_words))
 
 
 def letter_frequency(text: str, *, letter: str, let_frequency: int, let_relation: str) -> bool:
@@ -133,7 +141,7 @@ def number_bullets(text: str, *, num_bullets: int) -> bool:
 
 
 def constrained_response(text: str, *, options: Sequence[str] = CHOICES) -> bool:
-    return any(option in text for option in options)
+    return any(option in text for option in _listed(options))
 
 
 def number_highlights(text: str, *, num_highlights: int) -> bool:

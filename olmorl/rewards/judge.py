@@ -75,7 +75,7 @@ def read_rubric(ground_truth: object) -> tuple[str, list[tuple[str, float]]] | N
         value = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
         assert isinstance(value, dict)
         criteria = [(str(entry["description"]), float(entry.get("weight", 1.0))) for entry in value["rubrics"]]
-    except (ValueError, KeyError, TypeError, AssertionError, AttributeError):
+    except (ValueError, RecursionError, KeyError, TypeError, AssertionError, AttributeError):
         return None
     weights = [weight for _, weight in criteria]
     return (str(value.get("query") or ""), criteria) if weights and min(weights) >= 0 and sum(weights) > 0 else None

@@ -35,12 +35,19 @@ def main(channel: int, lifeline: int) -> None:
     os.set_inheritable(lifeline, False)
     die_with_parent(lifeline)
     jobs = os.fdopen(channel, "rb", closefd=False)
+    owner = os.getpid()
+
+    def answer(message: object) -> None:
+        if os.getpid() != owner:  # a fork that came back from its verifier: one job has one answer
+            os._exit(0)
+        _write_frame(channel, message)
+
     try:
         verifiers = load_verifiers(*pickle.loads(_read_frame(jobs)))
     except ConfigError as error:
-        _write_frame(channel, {"error": str(error)})
+        answer({"error": str(error)})
         return
-    _write_frame(channel, {"ready": True})
+    answer({"ready": True})
     counting = {name for name, verifier in verifiers.items() if counts_tokens(verifier)}
     while payload := _read_frame(jobs):
         for name, completion, ground_truth, prompt, num_tokens, episode in pickle.loads(payload):
@@ -53,7 +60,7 @@ def main(channel: int, lifeline: int) -> None:
                 episode=None if episode is None else Episode(*episode),
             )
             verdict = run_verifier(verifiers[name], job)
-            _write_frame(channel, (verdict.status, verdict.reward, verdict.detail[:MAX_DETAIL], verdict.observation))
+            answer((verdict.status, verdict.reward, verdict.detail[:MAX_DETAIL], verdict.observation))
 
 
 def die_with_parent(lifeline: int) -> None:

@@ -11,6 +11,6 @@ def regex(completion: str, ground_truth: object, prompt: str | None = None) -> V
         return unscorable(f"the ground truth {ground_truth!r:.80} is no regular expression")
     try:
         pattern = re.compile(ground_truth)
-    except re.error as error:
+    except (re.error, OverflowError, RecursionError) as error:
         return unscorable(f"the ground truth is a broken regular expression: {error}")
     return scored(float(pattern.search(completion) is not None))

@@ -53,7 +53,7 @@ def read_list(ground_truth: object) -> object:
     try:
         listed = isinstance(ground_truth, str) and ground_truth.lstrip().startswith("[")
         return json.loads(str(ground_truth)) if listed else ground_truth
-    except ValueError:
+    except (ValueError, RecursionError):
         return ground_truth
 
 

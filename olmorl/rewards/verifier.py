@@ -6,12 +6,15 @@ import inspect
 import math
 import numbers
 from collections.abc import Callable, Iterable
-from typing import cast
+from dataclasses import replace
+from typing import cast, get_args
 
 from olmorl.contract.errors import ConfigError
 from olmorl.rewards.episode import EpisodePlayer, is_environment
 from olmorl.rewards.settings import VerifierSettings
-from olmorl.rewards.verdict import Verdict, VerifierJob
+from olmorl.rewards.verdict import Status, Verdict, VerifierJob
+
+STATUSES = get_args(Status)
 
 Verifier = Callable[[str, object, str | None], object]
 """(completion, ground_truth, prompt) -> number, bool (0 or 1) or Verdict"""
@@ -160,18 +163,29 @@ def run_verifier(verifier: Verifier, job: VerifierJob) -> Verdict:
             return read_value(counting(job.completion, job.ground_truth, job.prompt, num_tokens=job.num_tokens))
         return read_value(verifier(job.completion, job.ground_truth, job.prompt))
     except (Exception, SystemExit) as error:
-        return Verdict(status="error", detail=f"{type(error).__name__}: {error}")
+        return _check_verdict(Verdict(status="error", detail=f"{type(error).__name__}: {error}"))
 
 
 def read_value(value: object) -> Verdict:
     if isinstance(value, Verdict):
-        return value if value.reward is None or math.isfinite(value.reward) else _not_finite(value.reward)
+        return _check_verdict(value)
     if not isinstance(value, numbers.Real) and callable(item := getattr(value, "item", None)):
         value = item()  # a numpy bool, or an array or tensor of one number
     if not isinstance(value, numbers.Real):
         return Verdict(status="error", detail=f"the verifier returned {value!r:.200}, which is no number")
     reward = float(value)
     return Verdict(status="scored", reward=reward) if math.isfinite(reward) else _not_finite(reward)
+
+
+def _check_verdict(verdict: Verdict) -> Verdict:
+    """One of the user's may hold anything; what others rely on is a known status, a number, and text for UTF-8."""
+    if verdict.status not in STATUSES:
+        return Verdict(status="error", detail=f"the verifier returned the status {verdict.status!r:.200}")
+    detail = str(verdict.detail).encode("utf-8", "backslashreplace").decode()
+    if verdict.status != "scored":
+        return replace(verdict, detail=detail)
+    read = read_value(verdict.reward)
+    return replace(verdict, reward=read.reward, detail=detail) if read.status == "scored" else read
 
 
 def _not_finite(reward: float) -> Verdict:

@@ -176,6 +176,28 @@ def test_parquet_data(tmp_path: Path) -> None:
     assert run_checks.check_data(source).status == "fail"
 
 
+def test_overrides_and_the_disk_that_the_run_writes_to(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = namedtuple("usage", "total used free")
+    full = tmp_path / "full"
+    full.mkdir()
+    monkeypatch.setattr(
+        "shutil.disk_usage", lambda path: usage(1 << 40, 0, 0 if Path(path) == full else 1 << 40), raising=True
+    )
+    config = write_config(tmp_path, model, tmp_path / "data.jsonl")
+
+    def found(output: Path) -> str:
+        findings = list(run_checks.check_run(config, [f"run.output_dir={output}"]))
+        return next(str(finding) for finding in findings if "run directory" in str(finding))
+
+    assert found(tmp_path / "new" / "place").startswith("ok ")
+    assert found(full / "new").startswith("fail ") and "set run.output_dir" in found(full / "new")
+    (tmp_path / "file").touch()
+    assert "cannot be written to" in found(tmp_path / "file")
+    assert only(list(run_checks.check_run(config, ["run.outputs=x"])), "fail")[0].count("run.outputs")
+
+
 def test_impossible_placement(tmp_path: Path, model: Path) -> None:
     config = write_config(tmp_path, model, tmp_path / "data.jsonl")
     with config.open("a") as file:

@@ -117,6 +117,18 @@ def test_override_values(override: str, section: str, key: str, value: object) -
         (BASE, ("optim.betas=[0.9, 'x']",), ["optim.betas[1] is 'x'", "a number"]),
         (BASE, ("inflight_updates=3",), ["inflight_updates is 3", "true or false"]),
         (BASE, ("rollout.async_steps=2", "rollout.window=1"), ["window = 1", "async_steps = 2"]),
+        (BASE, ("rollout.samples_per_prompt=1",), ["samples_per_prompt is 1", "equal to 2", "nothing to be compared"]),
+        (BASE, ("run.name=",), ["run.name is ''", "one character or more"]),
+        (BASE, ("run.name=.",), ["run.name = '.'", "set run.output_dir instead"]),
+        (BASE, ("run.name=../x",), ["run.name = '../x'"]),
+        (BASE, ("sampling.stop=['a', '']",), ["sampling.stop[1] is ''", "one character or more"]),
+        (BASE, ("optim.betas=[0.9, 1.0]",), ["optim.betas[1] is 1.0", "less than 1"]),
+        (BASE, ("optim.lr=inf",), ["optim.lr is inf", "finite"]),
+        (BASE, ("reward.scale=inf",), ["reward.scale is inf", "finite"]),
+        (BASE, ('data.train={path="a", weight=inf}',), ["weight is inf", "finite"]),
+        (BASE, ('data.train={path="a", name=""}',), ["data.train[0].name is ''"]),
+        (BASE, ("data.train=[]",), ["data.train is ()", "a list of one or more"]),
+        (BASE, ("reward.verifier=[]",), ["reward.verifier is []", "a list of one or more"]),
         (BASE, ("sampling.top_k=3",), ["loss.allow_truncated_sampling"]),
         (BASE, ("inference.quantize_head=true",), ["quantize_head needs inference.quantization"]),
         (
@@ -174,11 +186,16 @@ def test_paths_from_here_then_from_the_config(write, tmp_path: Path, monkeypatch
 
 
 text = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
-positive = st.floats(min_value=1e-300, allow_nan=False)
+folder = text.filter(lambda name: "/" not in name and name not in (".", ".."))
+positive = st.floats(min_value=1e-300, allow_nan=False, allow_infinity=False)
 
 
 @given(
-    name=text, stop=st.lists(text), train=st.lists(text, min_size=1), lr=positive, window=st.none() | st.integers(1, 9)
+    name=folder,
+    stop=st.lists(text),
+    train=st.lists(text, min_size=1),
+    lr=positive,
+    window=st.none() | st.integers(1, 9),
 )
 def test_dump_then_load_is_the_same_config(
     name: str, stop: list[str], train: list[str], lr: float, window: int | None
@@ -193,8 +210,8 @@ def test_dump_then_load_is_the_same_config(
             "rollout": {"window": window},
         }
     )
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "config.toml"
+    with tempfile.TemporaryDirectory() as place:
+        path = Path(place) / "config.toml"
         path.write_text(dump_toml(config), encoding="utf-8")
         loaded = load_config(path)
     # paths that happen to exist become absolute; all else is untouched

@@ -136,6 +136,21 @@ def test_another_seed_is_refused(tmp_path: Path, inputs: Inputs, quickstart_conf
         DriverState.load(tmp_path, config=quickstart_config("run.seed=6"))
 
 
+@pytest.mark.parametrize("file", ["driver.json", "finished.parquet"])
+@pytest.mark.parametrize("left", [None, 0, 20])
+def test_a_checkpoint_that_was_cut_short_is_named(
+    tmp_path: Path, inputs: Inputs, config: Config, file: str, left: int | None
+) -> None:
+    queue = PromptQueue(stream_of(inputs))
+    capture(config, queue, RolloutBuffer(groups_per_batch=1, async_steps=0, window=0)).save(tmp_path)
+    content = (tmp_path / file).read_bytes()
+    (tmp_path / file).unlink()
+    if left is not None:
+        (tmp_path / file).write_bytes(content[:left])
+    with pytest.raises(ConfigError, match=r"is broken .* continues the checkpoint before"):
+        DriverState.load(tmp_path, config=config)
+
+
 @pytest.mark.parametrize("change", ["rollout.window=9", "reward.scale=2", "sampling.temperature=0.9"])
 def test_groups_made_under_other_settings_are_made_anew(
     tmp_path: Path, inputs: Inputs, quickstart_config: MakeConfig, config: Config, change: str

@@ -1,6 +1,7 @@
 """What is kept, what is set aside and what counts as complete, after a crash at any moment."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -95,3 +96,27 @@ def test_finished_only_when_all_steps_are_done(tmp_path: Path) -> None:
     write_json(directory.summary_file, {"exit_reason": "finished", "steps": 4})
     assert directory.finished(4) == {"exit_reason": "finished", "steps": 4}
     assert directory.finished(5) is None, "run.steps was raised"
+
+
+def test_old_logs_may_be_cleared_away(tmp_path: Path) -> None:
+    directory = make_run(tmp_path / "run", steps=3, checkpoints=(1,))
+    assert directory.prepare(resume=True)[0] == 2
+    directory.logs(1).rmdir()
+    assert directory.prepare(resume=True)[0] == 3
+    shutil.rmtree(directory.path / "logs")
+    assert directory.prepare(resume=True)[0] == 3, "attempt_1/ holds rows that may not be replaced"
+
+
+def test_a_copy_and_what_was_cut_short_are_no_steps(tmp_path: Path) -> None:
+    directory = make_run(tmp_path / "run", steps=4, checkpoints=(2, 4))
+    for name in ("step_000004_mine", "step_000009.bak"):
+        shutil.copytree(directory.checkpoint(4), directory.path / "checkpoints" / name)
+    for name in ("step_000002", "step_000004.partial"):
+        (directory.path / "export" / name).mkdir()
+        (directory.path / "export" / name / "model.safetensors").touch()
+    assert directory.newest_export() == (2, directory.export(2))
+    assert directory.prepare(resume=True) == (2, directory.checkpoint(4))
+    write_checkpoint(directory, 5)
+    directory.complete_checkpoint(5, keep=1)
+    left = {path.name for path in (directory.path / "checkpoints").iterdir()}
+    assert left == {"step_000005", "latest", "step_000004_mine", "step_000009.bak"}

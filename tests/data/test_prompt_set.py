@@ -87,6 +87,12 @@ def test_dialects(load, tmp_path: Path, suffix, row, truth, source, verifier) ->
         (b'{"messages": "a", "ground_truth": "1", "dataset": [3]}\n', ["dataset is [3]"]),
         (b'{"messages": [], "ground_truth": "1", "dataset": "x"}\n', ["messages is []"]),
         (b"[" * 100_000 + b"\n", ["f.jsonl:1", "nested too deeply"]),
+        (b'{"prompt": "a", "answer": ' + b"1" * 5000 + b"}\n", ["f.jsonl:1", "4300 digits"]),
+        (b'{"prompt": "a\\ud83d", "answer": "b"}\n', ["f.jsonl:1", "not UTF-8", "ud83d"]),
+        (b'{"messages": [{"role": "user", "content": "\\ud83d"}], "answer": "b"}\n', ["f.jsonl:1", "not UTF-8"]),
+        (b'{"prompt": "a", "answer": "b", "data_source": "\\ud83d"}\n', ["f.jsonl:1", "not UTF-8"]),
+        (b'{"prompt": "a", "answer": "b", "verifier": ["math"]}\n', ["f.jsonl:1", "verifier is ['math']", "a name"]),
+        (b'{"prompt": "a", "answer": "b", "environment": 3}\n', ["f.jsonl:1", "environment is 3"]),
     ],
 )
 def test_bad_files(load, tmp_path: Path, content: bytes, words: list[str]) -> None:

@@ -36,6 +36,22 @@ def test_shell_scripts() -> None:
     assert_clean([linter("shellcheck"), *map(str, [*LAUNCH.glob("*.sh"), *LAUNCH.glob("*.sbatch")])])
 
 
+def test_the_local_script_asks_doctor_about_the_run_that_it_starts(tmp_path: Path) -> None:
+    """With the settings laid over the file, which may mend or break it; what doctor refuses is not started."""
+    fake = tmp_path / "olmorl"
+    fake.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/said\n! echo "$@" | grep -q "doctor.*bad"\n')
+    fake.chmod(0o755)
+
+    def run(*arguments: str) -> int:
+        path = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+        return subprocess.run([LAUNCH / "local.sh", *arguments], env=path, capture_output=True).returncode
+
+    assert run() != 0 and not (tmp_path / "said").exists()
+    assert run("c.toml", "run.name=x") == 0 and run("c.toml", "run.name=bad") != 0
+    said = (tmp_path / "said").read_text().splitlines()
+    assert said == ["doctor c.toml run.name=x", "train c.toml run.name=x --resume", "doctor c.toml run.name=bad"]
+
+
 def test_shell_inside_the_skypilot_task() -> None:
     task = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text())
     for part in ("setup", "run"):

@@ -90,6 +90,23 @@ def test_a_folder_that_is_no_checkpoint_is_refused(config: LearnerConfig, tmp_pa
         Trainer(config, device=CPU).load(str(tmp_path))
 
 
+@pytest.mark.parametrize("cut", [".metadata", "__0_0.distcp"])
+@pytest.mark.parametrize("left", [None, 0, 1000])
+def test_a_checkpoint_that_was_cut_short_is_named(
+    config: LearnerConfig, tmp_path: Path, cut: str, left: int | None
+) -> None:
+    trainer = Trainer(config, device=CPU)
+    trainer.save(str(tmp_path / "learner"))
+    trainer.finish_save()
+    file = tmp_path / "learner" / cut
+    content = file.read_bytes()
+    file.unlink()
+    if left is not None:
+        file.write_bytes(content[:left])
+    with pytest.raises(WorkerError, match=r"learner.* no .metadata|learner cannot be read.* the checkpoint before"):
+        trainer.load(str(tmp_path / "learner"))
+
+
 @pytest.mark.parametrize("family", ["olmo2", "llama_tied", "olmo3"])
 def test_the_export_loads_in_transformers_and_says_the_same(
     config: LearnerConfig,

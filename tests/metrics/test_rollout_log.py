@@ -103,6 +103,12 @@ def test_what_is_written_is_read_back(tmp_path: Path, rows: list[RolloutRow]) ->
         assert_same(left, right)
 
 
+def test_half_of_a_surrogate_pair_is_written_as_an_escape(tmp_path: Path) -> None:
+    write_rollouts(tmp_path / "f", [replace(row(0, 3), ground_truth="\ud83d", verdict_detail=None)])
+    [written] = read_rollouts(tmp_path / "f")
+    assert (written.ground_truth, written.verdict_detail) == ("\\ud83d", None)
+
+
 def test_the_columns_are_the_promised_ones(tmp_path: Path) -> None:
     path = tmp_path / "rollouts" / "step_000012.parquet"
     write_rollouts(path, [row(0, 4)])

@@ -11,6 +11,7 @@ import pytest
 VERIFIERS = '''
 import ctypes, os, re, signal, sys, time
 import numpy as np
+from olmorl.rewards.verdict import Verdict
 
 def echo(completion, ground_truth, prompt):
     return float(completion)
@@ -45,6 +46,20 @@ def obey(completion, ground_truth, prompt):
         subprocess.Popen(["sleep", "600"])
         open(ground_truth, "w").write(str(os.getpid()))
         while True: pass
+    if completion == "fork":
+        os.fork()
+    if completion == "fork and exit" and not os.fork():
+        sys.exit(3)
+    if completion == "verdict of numpy":
+        return Verdict(status="scored", reward=np.float32(0.5))
+    if completion == "verdict of text":
+        return Verdict(status="scored", reward="1")
+    if completion == "unknown status":
+        return Verdict(status="great")
+    if completion == "no detail":
+        return Verdict(status="error", detail=None)
+    if completion == "surrogate":
+        raise ValueError(chr(0xDCFF))
     if completion == "modules":
         return sum(name in sys.modules for name in ("torch", "ray", "transformers"))
     return {"nan": float("nan"), "inf": float("inf"), "none": None, "text": "1", "true": True, "false": False,

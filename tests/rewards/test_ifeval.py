@@ -165,7 +165,8 @@ def test_spellings_of_the_ground_truth() -> None:
         ({"instruction_id": ["punctuation:no_comma"], "kwargs": [3]}, "no kwargs"),
         ({"instruction_id": ["punctuation:no_comma"], "kwargs": [{"x": 1}]}, "unexpected keyword"),
         ({"instruction_id": ["keywords:existence"], "kwargs": [None]}, "keywords"),
-        ({"instruction_id": ["keywords:existence"], "kwargs": [{"keywords": [3]}]}, "lower"),
+        ({"instruction_id": ["keywords:existence"], "kwargs": [{"keywords": [3]}]}, "no list of texts"),
+        ({"instruction_id": ["keywords:existence"], "kwargs": [{"keywords": "apple"}]}, "no list of texts"),
         (
             {
                 "instruction_id": ["length_constraints:number_words"],
