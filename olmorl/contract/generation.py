@@ -110,12 +110,15 @@ class SamplingParams:
 
 
 def _is_int(value: object) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and -1 << 63 <= value < 1 << 63
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        return False
+    return -(1 << 63) <= int(value) < 1 << 63
 
 
 def _is_finite(value: object) -> bool:
-    number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-    return number and abs(value) <= _LARGEST  # type: ignore[operator]
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+        return False
+    return bool(abs(value) <= _LARGEST)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
