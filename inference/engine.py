@@ -138,10 +138,7 @@ class Engine:
             raise ValueError("the prompt is empty; give at least one token id")
         if length >= limit:
             raise ValueError(f"the prompt has {length} tokens; it must be shorter than max_model_len = {limit}")
-        low, high = min(prompt), max(prompt)
-        if low < 0 or high >= self.vocab_size:
-            bad = low if low < 0 else high
-            raise ValueError(f"token id {bad} is outside the vocabulary [0, {self.vocab_size})")
+        self._check_ids(min(prompt), max(prompt))
         if max(params.stop_token_ids, default=0) >= self.vocab_size:
             bad = max(params.stop_token_ids)
             raise ValueError(f"stop_token_ids holds {bad}, outside the vocabulary [0, {self.vocab_size})")
@@ -150,6 +147,11 @@ class Engine:
             raise ValueError(f"the prompt has {length} tokens; the KV pool holds {room}; raise kv_cache_tokens")
         if params.stop and not self.tokenizer.exists:
             raise ValueError(f"stop strings need a tokenizer; {self.folder} has none")
+
+    def _check_ids(self, low: int, high: int) -> None:
+        if low < 0 or high >= self.vocab_size:
+            bad = low if low < 0 else high
+            raise ValueError(f"token id {bad} is outside the vocabulary [0, {self.vocab_size})")
 
     def add(
         self,
@@ -331,7 +333,7 @@ class Engine:
             self.followers.stage(staged.tensors, self.decoder)
 
     def check_version(self, version: int) -> None:
-        if version <= self.version:
+        if not isinstance(version, (int, np.integer)) or version <= self.version:
             raise WeightUpdateError(f"version {version} does not follow version {self.version}; nothing was changed")
 
     @torch.inference_mode()
@@ -374,15 +376,21 @@ class Engine:
         """Raw logprob of each token after the first, given those before it, under the present weights."""
         if self.rewriting:
             raise WeightUpdateError("the weights are being rewritten: there are none to score with")
+        arrays = [np.asarray(sequence) for sequence in sequences]
+        for ids in arrays:  # compiled kernels read whatever stands at an id or a position
+            if ids.ndim != 1 or not 2 <= len(ids) <= self.max_model_len or ids.dtype.kind not in "iu":
+                raise ValueError(
+                    f"a sequence to score is 2 to max_model_len = {self.max_model_len} integer token ids; one is of "
+                    f"shape {ids.shape} and {ids.dtype}"
+                )
+            self._check_ids(int(ids.min()), int(ids.max()))
         scores: list[np.ndarray] = []
         part: list[np.ndarray] = []
-        for sequence in sequences:
-            if len(sequence) < 2:
-                raise ValueError("a sequence to score needs at least two tokens")
+        for sequence in arrays:
             if part and sum(map(len, part)) + len(sequence) > self.config.max_tokens_per_step:
                 scores += self.runner.score(part)
                 part = []
-            part.append(np.asarray(sequence, np.int64))
+            part.append(sequence.astype(np.int64))
         return scores + (self.runner.score(part) if part else [])
 
     def stats(self) -> dict[str, float]:

@@ -12,12 +12,14 @@ def check_config(config: EngineConfig) -> None:
     """Raises ConfigError naming option, value and range."""
     counts = ("max_num_seqs", "kv_cache_tokens", "block_size", "max_tokens_per_step", "tensor_parallel_size")
     speculative = ("speculative_tokens", "speculative_step_tokens")
-    for name in (*counts, *speculative, "max_model_len"):
+    for name in (*counts, *speculative, "max_model_len", "threads"):
         value, least = getattr(config, name), 2 if name == "max_model_len" else 1
-        if value is None and name in ("max_model_len", "kv_cache_tokens"):
+        if value is None and name in ("max_model_len", "kv_cache_tokens", "threads"):
             continue
         if not isinstance(value, int) or value < least:
             raise ConfigError(f"{name} is {value!r}; it must be an integer >= {least}")
+    if not isinstance(config.seed, int):
+        raise ConfigError(f"seed is {config.seed!r}; it must be an integer")
     if not 0 < config.gpu_memory_utilization <= 1:
         raise ConfigError(f"gpu_memory_utilization is {config.gpu_memory_utilization!r}; it must be in (0, 1]")
     if config.batching not in ("continuous", "static"):

@@ -55,6 +55,8 @@ def stage_tensors(
             raise WeightUpdateError(f"tensor {name!r} is not part of the model; nothing was changed")
         if name in staged:
             raise WeightUpdateError(f"tensor {name!r} is given twice; nothing was changed")
+        if not isinstance(tensor, torch.Tensor):
+            raise WeightUpdateError(f"{name!r} is a {type(tensor).__name__}, not a tensor; nothing was changed")
         cast = check_tensor(tensor.detach(), wanted[name], device=device, copy=True)
         if hold is None:
             staged[name] = cast
@@ -76,6 +78,11 @@ def check_tensor(tensor: torch.Tensor, spec: TensorSpec, *, device: torch.device
     if tuple(tensor.shape) != spec.shape:
         raise WeightUpdateError(
             f"tensor {spec.name!r} has shape {tuple(tensor.shape)}; expected {spec.shape}; nothing was changed"
+        )
+    if tensor.layout != torch.strided or tensor.is_complex() or tensor.is_meta:  # what a commit could not copy
+        raise WeightUpdateError(
+            f"tensor {spec.name!r} is {tensor.layout}, {tensor.dtype} on {tensor.device}; expected real values, dense; "
+            "nothing was changed"
         )
     cast = tensor.to(device=device, dtype=getattr(torch, spec.dtype), copy=copy)
     if not _all_finite(cast):

@@ -28,7 +28,10 @@ class Tokenizer:
         return AutoTokenizer.from_pretrained(self.folder)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """`special`: with what the tokenizer adds to a text (BOS). A rendered chat has its own already."""
+        """`special`: with what the tokenizer adds to a text (BOS). A rendered chat has its own already.
+
+        Raises ValueError for what is no Unicode."""
+        text.encode()  # half a surrogate pair: ValueError here, TypeError in there
         return list(self._loaded.encode(text, add_special_tokens=special))
 
     def decode(self, token_ids: Items[int], *, skip_special: bool = True) -> str:

@@ -64,11 +64,14 @@ def read_architecture(folder: Path) -> Architecture:
 
 def read_json(path: Path) -> Json:
     try:
-        return dict(json.loads(path.read_text()))
+        found = json.loads(path.read_text())
     except FileNotFoundError:
         raise ModelError(f"{path} does not exist; a model is a Hugging Face folder with config.json") from None
-    except (ValueError, UnicodeDecodeError) as error:
+    except (ValueError, OSError) as error:
         raise ModelError(f"{path} is not readable as JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ModelError(f"{path} holds no JSON object")
+    return found
 
 
 def _base(config: Json, *, eps: float, theta: float, **switches: Any) -> Architecture:

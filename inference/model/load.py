@@ -1,6 +1,6 @@
 """From a Hugging Face folder (or hub id) to a decoder with its weights, and the ids that end a text."""
 
-import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,10 +21,10 @@ _IGNORED = ("rotary_emb.inv_freq",)
 
 def resolve_folder(model: str) -> Path:
     """A local folder as it is; anything else is a hub id and downloaded."""
-    folder = Path(model).expanduser()
-    if folder.is_dir():
+    folder = Path(os.path.expanduser(model))
+    if os.path.isdir(folder):  # unlike Path.is_dir no error for a name that is too long
         return folder
-    if folder.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
+    if os.path.exists(folder) or model.startswith((".", "/", "~")) or model.count("/") > 1:
         raise ModelError(f"model {model!r} is not a folder; give a Hugging Face folder or a hub id")
     from huggingface_hub import snapshot_download
 
@@ -112,7 +112,10 @@ def _stored_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 def _shards(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        shards = read_json(index).get("weight_map")
+        if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
+            raise ModelError(f"{index} has no weight_map from tensors to files")
+        return [folder / name for name in sorted(set(shards.values()))]
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]
     raise ModelError(f"{folder} holds no model.safetensors (nor model.safetensors.index.json)")

@@ -4,13 +4,13 @@ Names and defaults are OpenAI's, extensions vLLM's. A field that would change th
 one that is merely unknown is ignored, and the answer says so.
 """
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, ValidationError
+from pydantic_core import from_json
 
 from inference.server.refusal import Refusal
 from olmorl.contract.generation import SamplingParams
@@ -258,9 +258,9 @@ def _plain_call(call: dict[str, Any], place: str) -> dict[str, Any]:
         raise Refusal(400, f"{place}: a tool call names no function", param="messages")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
+        try:  # with the bounds that a body has: on depth, and no half characters
+            arguments = from_json(arguments, allow_inf_nan=False)
+        except ValueError:
             raise Refusal(400, f"{place}: arguments of a tool call are no JSON", param="messages") from None
     return {**call, "function": {**function, "arguments": arguments}}
 

@@ -21,6 +21,10 @@ from jinja2 import TemplateError
 from inference.server.refusal import Refusal
 from inference.tokenizer import Tokenizer
 
+_TEMPLATE_ERRORS = (
+    *(TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError),
+    NotImplementedError,
+)
 Messages = Items[Mapping[str, Any]]
 MAX_REMEMBERED_TOKENS = 1 << 22  # over all conversations, the least recently used go first; 4 bytes each
 
@@ -63,7 +67,7 @@ class ChatPrompts:
             text = self._tokenizer.render_chat(
                 messages, **{"tools": tools or None, "add_generation_prompt": True, **options}
             )
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        except _TEMPLATE_ERRORS as error:
             reason = (str(error).splitlines() or [""])[0][:200]
             raise Refusal(400, f"the chat template refuses these messages: {reason}", param="messages") from None
         check_length(text, self._tokenizer, self._max_prompt_tokens)

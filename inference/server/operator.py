@@ -1,6 +1,7 @@
 """The routes of operators: weights, pause and resume, version."""
 
 import asyncio
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
@@ -77,11 +78,10 @@ class Operator:
         return self._generations.engine
 
     def _stage(self, path: str) -> StagedUpdate:
-        folder = Path(path)
-        if "\0" in path or not folder.is_dir():
+        if not os.path.isdir(path):  # unlike Path.is_dir no error for what can be no name
             raise ModelError(f"{path!r} is no folder on the server")
         decoder = self._engine.decoder
-        return stage_tensors(dense_tensors(folder), decoder.specs, device=decoder.device, hold=decoder.hold)
+        return stage_tensors(dense_tensors(Path(path)), decoder.specs, device=decoder.device, hold=decoder.hold)
 
     async def _do(self, work: object) -> None:
         try:

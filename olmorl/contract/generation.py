@@ -4,7 +4,7 @@ A request asks for samples of one prompt; each sample comes back by itself as so
 numpy, so that no torch tensor ever reaches the driver.
 """
 
-import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,6 +19,7 @@ KvCacheDtype = Literal["auto", "int8"]
 Speculative = Literal["suffix", "model"]
 VersionSpan = tuple[int, int, int]  # policy version, first token, one past the last
 OBSERVED = -1  # in place of a version: tokens that an environment wrote
+_LARGEST = float(np.finfo(np.float32).max)
 KvEvent = tuple[int, int, Literal["prefill", "swap", "recompute"]]  # position, policy version, what happened
 
 
@@ -59,12 +60,14 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for name in ("stop", "stop_token_ids"):
+            given = getattr(self, name)
+            self._check(name, given is None or isinstance(given, Iterable), "a list, or None for nothing")
+            object.__setattr__(self, name, () if given is None else tuple(given))
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
         for name in ("n", "top_k", "max_tokens", "min_tokens", "logprobs"):
-            self._check(name, _is_int(getattr(self, name)), "an integer")
+            self._check(name, _is_int(getattr(self, name)), "an integer of 64 bits")
         for name in (
             "temperature",
             "top_p",
@@ -73,7 +76,9 @@ class SamplingParams:
             "frequency_penalty",
             "presence_penalty",
         ):
-            self._check(name, _is_finite(getattr(self, name)), "a finite number")
+            self._check(name, _is_finite(getattr(self, name)), "a finite float32")
+        for name in ("ignore_eos", "prompt_logprobs"):
+            self._check(name, isinstance(getattr(self, name), (bool, np.bool_)), "True or False")
         self._check("n", self.n >= 1, ">= 1")
         self._check("temperature", self.temperature >= 0, ">= 0")
         self._check("top_k", self.top_k >= 0, ">= 0, or -1 for off")
@@ -83,7 +88,7 @@ class SamplingParams:
         self._check("max_tokens", self.max_tokens >= 1, ">= 1")
         self._check("min_tokens", 0 <= self.min_tokens <= self.max_tokens, f"in [0, max_tokens={self.max_tokens}]")
         self._check("logprobs", self.logprobs >= 0, ">= 0")
-        self._check("seed", self.seed is None or _is_int(self.seed), "an integer or None")
+        self._check("seed", self.seed is None or _is_int(self.seed), "an integer of 64 bits or None")
         self._check("stop", all(isinstance(s, str) and s for s in self.stop), "non-empty strings")
         self._check("logprobs_mode", self.logprobs_mode in ("processed", "raw"), "'processed' or 'raw'")
         ids = self.stop_token_ids
@@ -105,11 +110,15 @@ class SamplingParams:
 
 
 def _is_int(value: object) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        return False
+    return -(1 << 63) <= int(value) < 1 << 63
 
 
 def _is_finite(value: object) -> bool:
-    return isinstance(value, (int, float, np.number)) and not isinstance(value, bool) and math.isfinite(value)
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+        return False
+    return bool(abs(value) <= _LARGEST)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -74,8 +74,14 @@ class PromptEncoder:
 
     def render(self, prompt: str | Messages, *, place: str) -> str:
         """The text the model reads. `place` names the row in a DataError."""
-        if not self.templated:
-            return _plain_text(prompt, place)
+        text = self._template(prompt, place) if self.templated else _plain_text(prompt, place)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise DataError(f"{place}: the prompt is no Unicode: {error}") from None
+        return text
+
+    def _template(self, prompt: str | Messages, place: str) -> str:
         messages = list(prompt) if isinstance(prompt, tuple) else [{"role": "user", "content": prompt}]
         if self.system_prompt is not None and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": self.system_prompt})

@@ -83,7 +83,7 @@ class RolloutFiles:
     def write(self, rows: Sequence[RolloutRow]) -> None:
         """They are in the hands of the system when this returns: a kill of this process does not touch them."""
         for row in rows:
-            if self._num_rows == self._rows_per_file:
+            if self._num_rows >= self._rows_per_file:  # more, if it was resumed with fewer a file
                 self._seal()
                 self._number, self._num_rows = self._number + 1, 0
             self._file = self._file or self._growing(self._number).open("ab")

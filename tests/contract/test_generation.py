@@ -18,7 +18,11 @@ from olmorl.contract.generation import SamplingParams
         ("temperature", -0.1),
         ("temperature", math.nan),
         ("temperature", "1"),
+        ("temperature", 10**400),
+        ("temperature", 1e39),
+        ("temperature", 1j),
         ("top_k", -2),
+        ("top_k", 2**63),
         ("top_p", 0.0),
         ("top_p", 1.01),
         ("min_p", -0.1),
@@ -31,8 +35,13 @@ from olmorl.contract.generation import SamplingParams
         ("min_tokens", -1),
         ("logprobs", -1),
         ("stop", ("",)),
+        ("stop", 5),
         ("stop_token_ids", (-1,)),
+        ("stop_token_ids", 5),
         ("seed", 0.5),
+        ("seed", 2**63),
+        ("ignore_eos", "no"),
+        ("prompt_logprobs", None),
     ],
 )
 def test_a_bad_value_is_refused_by_name(field: str, value: object) -> None:
@@ -48,6 +57,8 @@ def test_min_tokens_may_not_exceed_max_tokens() -> None:
 def test_shorthands() -> None:
     params = SamplingParams(top_k=-1, stop="end", stop_token_ids=[3])
     assert (params.top_k, params.stop, params.stop_token_ids) == (0, ("end",), (3,))
+    params = SamplingParams(stop=None, stop_token_ids=None)  # type: ignore[arg-type]
+    assert (params.stop, params.stop_token_ids) == ((), ())
 
 
 @pytest.mark.parametrize(

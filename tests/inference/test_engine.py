@@ -1,5 +1,7 @@
 """The engine as its users see it: seeds, stopping, errors that stay with their request, accounting."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -192,6 +194,17 @@ def test_models_that_cannot_be_served_are_named(model_folder: str, tmp_path) -> 
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ModelError, match="not readable as JSON"):
         LLM(str(tmp_path))
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ModelError, match="holds no JSON object"):
+        LLM(str(tmp_path))
+    for name in ("/" + "a" * 300, "~nobody-of-this-name/model"):
+        with pytest.raises(ModelError, match="not a folder"):
+            LLM(name)
+    (tmp_path / "config.json").write_bytes(Path(model_folder, "config.json").read_bytes())
+    for index in ("{", "{}", '{"weight_map": [1]}', '{"weight_map": {"a": 1}}'):
+        (tmp_path / "model.safetensors.index.json").write_text(index)
+        with pytest.raises(ModelError, match="index"):
+            LLM(str(tmp_path))
 
 
 def test_policy_modules_import_without_torch() -> None:

@@ -1,5 +1,6 @@
 """Each sentence of what is settled about `LLM`, and what it says to users who get something wrong."""
 
+import math
 import subprocess
 import sys
 
@@ -38,6 +39,7 @@ def weights(llm: LLM) -> dict[str, torch.Tensor]:
         ([PROMPT, [[1], [2]]], None, "prompt 1: a prompt is text or a list"),
         ([PROMPT, []], None, "prompt 1: the prompt is empty"),
         ([PROMPT, ""], None, "prompt 1: the prompt is empty"),
+        ([PROMPT, "\ud800"], None, "prompt 1: .*surrogates not allowed"),
         ([PROMPT, [-1]], None, "prompt 1: token id -1 is outside the vocabulary"),
         (
             [PROMPT, PROMPT],
@@ -56,6 +58,22 @@ def test_generate_refuses_the_whole_call_before_anything_starts(model_folder, pr
         llm.generate(prompts, params)
     assert list(llm.engine.requests) == [rid] and llm.engine.num_arrived == 1
     assert run_out(llm)[rid].samples[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("sequence", "message"),
+    [
+        ([1], r"2 to max_model_len = 128 integer token ids; one is of shape \(1,\)"),
+        ([1] * 129, "max_model_len = 128"),
+        ([[1, 2], [3, 4]], "shape"),
+        ([1.5, 2.5], "float64"),
+        ([1, -5, 2], "token id -5 is outside the vocabulary"),
+        ([1, 10**9, 2], "token id 1000000000 is outside the vocabulary"),
+    ],
+)
+def test_what_cannot_be_scored_is_refused(model_folder: str, sequence: list[int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LLM(model_folder).score([np.array(PROMPT), np.array(sequence)])
 
 
 def test_no_prompts_no_outputs(model_folder: str) -> None:
@@ -84,6 +102,8 @@ def test_requests_of_others_are_not_lost_in_generate(model_folder: str) -> None:
         ({"swap_space": 4}, "options are dtype, device, max_num_seqs"),
         ({"max_num_seqs": "8"}, "max_num_seqs is '8'; it must be an integer >= 1"),
         ({"max_num_seqs": 0}, "max_num_seqs is 0; it must be an integer >= 1"),
+        ({"threads": 0}, "threads is 0; it must be an integer >= 1"),
+        ({"seed": "1"}, "seed is '1'; it must be an integer"),
         ({"block_size": 0}, "block_size is 0"),
         ({"max_model_len": 1}, "max_model_len is 1; it must be an integer >= 2"),
         ({"batching": "dynamic"}, "batching is 'dynamic'; it must be 'continuous' or 'static'"),
@@ -175,7 +195,7 @@ def test_top_and_prompt_logprobs(model_folder: str) -> None:
 def test_versions_begin_at_0_and_must_rise(model_folder: str) -> None:
     llm = LLM(model_folder)
     assert llm.stats()["version"] == 0
-    for version, ok in ((0, False), (3, True), (3, False), (2, False), (4, True)):
+    for version, ok in ((0, False), (3, True), (3, False), (2, False), (3.5, False), (math.nan, False), (4, True)):
         if ok:
             llm.update_weights(weights(llm).items(), version=version)
         else:
@@ -184,6 +204,17 @@ def test_versions_begin_at_0_and_must_rise(model_folder: str) -> None:
     assert llm.generate([PROMPT], SamplingParams(max_tokens=2, ignore_eos=True))[0].samples[0].version_spans == [
         (4, 0, 2)
     ]
+
+
+@pytest.mark.parametrize("spoil", [torch.Tensor.to_sparse, lambda t: t.to(torch.complex64), np.asarray])
+def test_a_tensor_that_cannot_be_copied_is_refused_before_any_is(model_folder: str, spoil) -> None:  # type: ignore[no-untyped-def]
+    llm = LLM(model_folder)
+    changed = {name: tensor + 1 for name, tensor in weights(llm).items()}
+    checksum, last = llm.weights_checksum(), "lm_head.weight"
+    changed[last] = spoil(changed[last])
+    with pytest.raises(WeightUpdateError, match="nothing was changed"):
+        llm.update_weights(changed.items(), version=1)
+    assert llm.weights_checksum() == checksum and llm.stats()["version"] == 0
 
 
 def test_tensors_are_copied_and_cast(model_folder: str) -> None:

@@ -38,6 +38,13 @@ def test_files_are_cut_by_rows(kit: Any, tmp_path: Path, suffix: str, count: int
     assert list(rows[0]) == ROLLOUT_SCHEMA.names
 
 
+def test_a_file_with_more_rows_than_are_now_wanted_is_full(kit: Any, tmp_path: Path) -> None:
+    write(kit, tmp_path / "out.jsonl", 5, complete=False, per_file=9)
+    write(kit, tmp_path / "out.jsonl", 8, first=5, per_file=2)
+    sizes = [len(p.read_text().splitlines()) for p in sorted(tmp_path.glob("out-*.jsonl"))]
+    assert sizes == [2, 1]
+
+
 def test_parquet_is_that_of_a_run(kit: Any, tmp_path: Path) -> None:
     write(kit, tmp_path / "out.parquet", 3)
     assert pq.read_schema(tmp_path / "out.parquet").equals(ROLLOUT_SCHEMA)

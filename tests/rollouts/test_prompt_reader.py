@@ -55,6 +55,9 @@ def test_a_bad_row_is_named(kit: Any, tmp_path: Path) -> None:
     path.write_text('{"prompt": "1"}\n{"prompt": 3}\n')
     with pytest.raises(DataError, match=r"p\.jsonl:2"):
         list(reader(kit, path))
+    write(path, [{"prompt": "1"}, {"prompt": "\ud800"}])
+    with pytest.raises(DataError, match=r"p\.jsonl:2: .*no Unicode"):
+        list(reader(kit, path))
     path.write_text("")
     with pytest.raises(DataError, match="no rows"):
         list(reader(kit, path))

@@ -92,6 +92,10 @@ def test_completion_bodies(running: Any, body: dict[str, Any], status: int, para
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, 400),
         ({"messages": [{"role": "assistant", "tool_calls": 3}]}, 400),
         ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]}, 400),
+        *(
+            ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": a}}]}]}, 400)
+            for a in ("[" * 900 + "]" * 900, '"\\ud800"')
+        ),
         ({"messages": [USER], "top_logprobs": 2}, 400),
         ({"messages": [USER], "top_logprobs": 21, "logprobs": True}, 400),
         ({"messages": [USER], "logprobs": 1}, 400),

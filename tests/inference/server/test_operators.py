@@ -90,6 +90,7 @@ def test_an_update_that_cannot_be_is_refused_and_changes_nothing(
         ({"path": str(tmp_path), "version": 1}, "nothing was changed"),
         ({"path": "/nowhere", "version": 1}, "no folder"),
         ({"path": "a\0b", "version": 1}, "no folder"),
+        ({"path": "a" * 300, "version": 1}, "no folder"),
         ({"path": other_weights, "version": 0}, "does not follow"),
         ({"path": other_weights, "version": "1"}, "version"),
         ({"path": other_weights, "version": 1, "kv": "drop"}, "kv"),
