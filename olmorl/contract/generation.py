@@ -74,6 +74,8 @@ class SamplingParams:
             "presence_penalty",
         ):
             self._check(name, _is_finite(getattr(self, name)), "a finite number")
+        for name in ("ignore_eos", "prompt_logprobs"):
+            self._check(name, isinstance(getattr(self, name), bool), "True or False")
         self._check("n", self.n >= 1, ">= 1")
         self._check("temperature", self.temperature >= 0, ">= 0")
         self._check("top_k", self.top_k >= 0, ">= 0, or -1 for off")

@@ -19,6 +19,7 @@ from olmorl.contract.generation import SamplingParams
         ("temperature", math.nan),
         ("temperature", "1"),
         ("top_k", -2),
+        ("prompt_logprobs", 5),
         ("top_p", 0.0),
         ("top_p", 1.01),
         ("min_p", -0.1),
