@@ -1,6 +1,6 @@
 """The Python face of the engine: prompts in, finished samples out."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
@@ -22,6 +22,7 @@ from olmorl.contract.generation import EngineConfig, FinishReason, KvEvent, Samp
 from olmorl.contract.peaks import DevicePeak
 
 Prompt = str | Items[int] | np.ndarray
+NamedTensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 
 
 class SampleOutput:
@@ -152,15 +153,13 @@ class LLM:
             self._aborted.append(self._output(aborted[0].request))
         return bool(aborted)
 
-    def update_weights(
-        self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int, *, kv: KvPolicy = "keep"
-    ) -> None:
+    def update_weights(self, named_tensors: NamedTensors, version: int, *, kv: KvPolicy = "keep") -> None:
         """Between two steps, in place. All or nothing: WeightUpdateError leaves the old weights serving."""
-        self.engine.update_weights(named_tensors, version, kv=kv)
+        self.engine.update_weights(_pairs(named_tensors), version, kv=kv)
 
-    def update_draft_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def update_draft_weights(self, named_tensors: NamedTensors) -> None:
         """Of the draft model, between two steps, in place, all or nothing. No token depends on them."""
-        self.engine.speculation.update_weights(named_tensors)
+        self.engine.speculation.update_weights(_pairs(named_tensors))
 
     def weights_checksum(self) -> str:
         return self.engine.weights_checksum()
@@ -176,7 +175,10 @@ class LLM:
             return self.engine.tokenizer.encode(prompt)
         ids = np.asarray(prompt)
         if ids.size and (ids.ndim != 1 or ids.dtype.kind not in "iu"):
-            raise ValueError(f"a prompt is text or a list of integer token ids, not {_shortened(prompt)}")
+            raise ValueError(
+                f"a prompt is text or a list of integer token ids, not {_shortened(prompt)}; chat messages are made "
+                "into one by the tokenizer's apply_chat_template"
+            )
         return [int(token) for token in ids]
 
     def device_peak(self) -> DevicePeak:
@@ -223,6 +225,10 @@ def _one_for_each(
         if not isinstance(one, SamplingParams):
             raise ValueError(f"params holds {_shortened(one)}; give SamplingParams")
     return each
+
+
+def _pairs(named: NamedTensors) -> Iterable[tuple[str, torch.Tensor]]:
+    return named.items() if isinstance(named, Mapping) else named
 
 
 def _shortened(value: object) -> str:

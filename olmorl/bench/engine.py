@@ -6,7 +6,7 @@ samples of one request. EOS is ignored, so that every run does the same work.
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,20 @@ from olmorl.contract.generation import SamplingParams
 if TYPE_CHECKING:
     from inference.llm import LLM
 
-_ENTRY = {"prompt": list, "max_tokens": int, "group": int}
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _are_ids(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(_is_whole, value))
+
+
+_ENTRY: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "prompt": (_are_ids, "a list of token ids"),
+    "max_tokens": (lambda value: _is_whole(value) and value > 0, "a whole number above 0"),
+    "group": (_is_whole, "a whole number"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +58,11 @@ def read_workload(path: Path) -> list[Group]:
         raise ConfigError(f"{path} is not a workload: it must be a list of entries, and not an empty one")
     groups: dict[int, Group] = {}
     for index, entry in enumerate(entries):
-        for name, kind in _ENTRY.items():
-            if not isinstance(entry, dict) or not isinstance(entry.get(name), kind):
-                raise ConfigError(f'{path}: entry {index} lacks {name!r}; an entry has "prompt", "max_tokens", "group"')
+        for name, (holds, what) in _ENTRY.items():
+            if not isinstance(entry, dict) or name not in entry:
+                raise ConfigError(f"{path}: entry {index} lacks {name!r}; an entry has {', '.join(_ENTRY)}")
+            if not holds(entry[name]):
+                raise ConfigError(f"{path}: entry {index}: {name} is {entry[name]!r:.80}; it must be {what}")
         group = groups.setdefault(entry["group"], Group(entry["prompt"], []))
         if group.prompt != entry["prompt"]:
             raise ConfigError(f"{path}: entry {index} has another prompt than its group {entry['group']}")
@@ -61,6 +76,11 @@ def bench_engine(model: str, workload: Path, options: Mapping[str, Any]) -> dict
     from inference.llm import LLM
 
     llm = LLM(model, **options)
+    for index, group in enumerate(groups):
+        try:
+            llm.engine.check(group.prompt, SamplingParams())
+        except ValueError as error:
+            raise ConfigError(f"{workload}: group {index + 1} of {len(groups)}: {error}") from None
     _warm_up(llm, groups[0])
     peak = llm.device_peak()
     before = llm.stats()

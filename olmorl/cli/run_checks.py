@@ -7,13 +7,15 @@ from pathlib import Path
 from olmorl.cli.finding import Finding
 from olmorl.cli.machine_checks import check_disk
 from olmorl.cli.shadowed import find_shadowed
-from olmorl.config.data_sections import SourceSection
+from olmorl.config.data_sections import RewardSection, SourceSection
 from olmorl.config.load import load_config
 from olmorl.config.schema import Config
 from olmorl.contract.errors import ConfigError, DataError, ModelError, PlacementError
 from olmorl.controller.cluster import cluster_address
 from olmorl.controller.placement import Node, plan_placement, this_machine
+from olmorl.data.dialect import assign_verifiers
 from olmorl.data.source import read_source
+from olmorl.rewards.verifier import canonical_name, choose_verifiers
 
 
 def check_run(config_path: Path, overrides: Sequence[str] = ()) -> Iterator[Finding]:
@@ -26,8 +28,11 @@ def check_run(config_path: Path, overrides: Sequence[str] = ()) -> Iterator[Find
     yield check_output(config.run.directory)
     if not find_shadowed():  # the engine says which models it knows
         yield check_model(config.model.path)
-    for source in (*config.data.train, *config.eval.data):
-        yield check_data(source)
+    reward = config.reward
+    for source in config.data.train:
+        yield check_data(source, reward)
+    for source in config.eval.data:  # whose own verifier goes first
+        yield check_data(source, reward if source.verifier is None else reward.model_copy(update={"verifier": None}))
     if cluster_address(config.cluster.address) is None:
         yield _placement(config)
 
@@ -60,16 +65,21 @@ def check_model(path: str) -> Finding:
     return Finding("ok", f"model {path}")
 
 
-def check_data(source: SourceSection) -> Finding:
-    """Its first row is read as the run will read it; the run itself looks at every row."""
+def check_data(source: SourceSection, reward: RewardSection) -> Finding:
+    """Its first row is read as the run will read it, and judged by whom; the run itself looks at every row."""
     try:
-        _, example = next(iter(read_source(source)))
+        place, example = next(iter(read_source(source)))
+        checks = example.checks
+        if reward.verifier is not None:
+            checks = assign_verifiers(checks, reward.verifier, place=place)
+        names = choose_verifiers(reward.remap.get(check.verifier or "", check.verifier) for check in checks)
+        for name in names:
+            canonical_name(name)
     except StopIteration:
         return Finding("fail", f"data: {source.path} holds no rows", "correct the path or the data")
     except (ConfigError, DataError) as error:
-        return Finding("fail", f"data: {error}", "correct the path or the file")
-    verifiers = ", ".join(check.verifier or "none" for check in example.checks)
-    return Finding("ok", f"data {source.path} (source {example.data_source}, verifier {verifiers})")
+        return Finding("fail", f"data {source.path}: {error}", "correct the path, the file or the verifier")
+    return Finding("ok", f"data {source.path} (source {example.data_source}, verifier {', '.join(names)})")
 
 
 def check_split(nodes: Sequence[Node]) -> Finding:

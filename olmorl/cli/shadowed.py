@@ -29,8 +29,8 @@ def find_strays(folder: Path) -> list[Path]:
     """Files in `folder` that Ray workers started from there would import in place of ours."""
     if folder.resolve() == HOME:
         return []
-    names = [path for name in PACKAGES for path in (folder / f"{name}.py", folder / name)]
-    return [path for path in names if path.is_file() or list(path.glob("*.py"))]
+    paths = [path for name in PACKAGES for path in (folder / f"{name}.py", folder / name)]
+    return [path for path in paths if (path.suffix and path.is_file()) or list(path.glob("*.py"))]
 
 
 def describe(name: str, origin: str | None) -> str:

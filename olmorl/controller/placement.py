@@ -110,19 +110,27 @@ class Placement:
             if wanted > have[kind]
         ]
         needs = missing[0] if missing else f"{self.describe()}, and no node has the pieces together"
-        nearest = next((plan for plan in self._smaller() if plan._fits(nodes)), None)
+        raise PlacementError(f"this run needs {needs}. Nodes: {_described(nodes)}. {self._mend(nodes)}")
+
+    def _mend(self, nodes: Sequence[Node]) -> str:
+        nearest = self._nearest(nodes)
         if nearest is not None:
-            mend = (
+            return (
                 f"Add nodes, or take the nearest that fits: inference.workers = {nearest.inference_workers}, "
                 f"learner.workers = {nearest.learner_workers}"
             )
-        elif self.tensor_parallel > 1:
-            mend = "Add nodes, or lower inference.tensor_parallel: a run with fewer workers does not fit either"
-        elif have["GPU"]:
-            mend = "Add nodes: no smaller run fits either"
-        else:
-            mend = "Add nodes, or set inference.device and learner.device to 'cpu'"
-        raise PlacementError(f"this run needs {needs}. Nodes: {'; '.join(map(str, nodes)) or 'none'}. {mend}")
+        if self.gpus and not any(node.gpus for node in nodes):
+            on_cpu = replace(self, inference_device="cpu", learner_device="cpu")._nearest(nodes)
+            return "Add nodes" + (", or set inference.device and learner.device to 'cpu'" if on_cpu else " with GPUs")
+        if self.tensor_parallel > 1:
+            return "Add nodes, or lower inference.tensor_parallel: a run with fewer workers does not fit either"
+        if self.shard_size > 1:
+            key = "learner.workers" if self.shard_size == self.learner_workers else "learner.shard_size"
+            return (
+                f"Add nodes, or lower {key}: no smaller run fits while {self.shard_size} learners hold a copy of the "
+                "model together"
+            )
+        return "Add nodes: no smaller run fits either"
 
     def _bundles(self) -> list[Bundle]:
         """Of all workers."""
@@ -139,11 +147,24 @@ class Placement:
         groups.sort(key=lambda group: (-sum(b.get("GPU", 0) for b in group), -len(group[0])))
         return all(_take(group, free) for group in groups)
 
+    def _nearest(self, nodes: Sequence[Node]) -> "Placement | None":
+        return next((plan for plan in self._smaller() if plan._fits(nodes)), None)
+
     def _smaller(self) -> Iterator["Placement"]:
         """Fewer engines first, then fewer learners."""
         for learners in range(self.learner_workers, min(self.learner_workers, 1) - 1, -self.shard_size):
             for engines in range(self.inference_workers, 0, -1):
                 yield replace(self, inference_workers=engines, learner_workers=learners)
+
+
+def _described(nodes: Sequence[Node]) -> str:
+    """Nodes that are alike once, with their number and the first one's name."""
+    alike: dict[tuple[float, float, str | None], list[Node]] = {}
+    for node in nodes:
+        alike.setdefault((node.cpus, node.gpus, node.gpu_type), []).append(node)
+    return (
+        "; ".join(f"{len(kind)} like {kind[0]}" if len(kind) > 1 else f"{kind[0]}" for kind in alike.values()) or "none"
+    )
 
 
 def _bundle(device: str, gpu_type: str | None, *, ranks: int, gpu_share: float) -> Bundle:

@@ -99,7 +99,7 @@ def _read_example(row: Row, place: str, source: str, columns: Columns) -> Exampl
     named = row.get("data_source")
     return Example(
         prompt=_read_prompt(row[prompt_column], prompt_column, place),
-        checks=(Check(_read_name(row, "verifier", place), answer),),
+        checks=_read_verifier(row.get("verifier"), answer, place),
         data_source=named if isinstance(named, str) and named else source,
     )
 
@@ -114,6 +114,20 @@ def assign_verifiers(checks: Sequence[Check], verifiers: Sequence[str], *, place
         f"{place}: the row has {len(checks)} ground truths, but the verifiers are {', '.join(verifiers)}; "
         "name as many, or none"
     )
+
+
+def _read_verifier(named: object, answer: object, place: str) -> tuple[Check, ...]:
+    """Of the column `verifier`: none, one, or a list; the answer is then a list too, or the same for all."""
+    if named is None or named == "":
+        return (Check(None, answer),)
+    names = [named] if isinstance(named, str) else named
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) and name for name in names):
+        raise DataError(f"{place}: verifier is {named!r:.80}; it must name a verifier, or several in a list")
+    if len(names) == 1 or not isinstance(answer, list):
+        return tuple(Check(name, answer) for name in names)
+    if len(names) != len(answer):
+        raise DataError(f"{place}: verifier names {len(names)} verifiers for {len(answer)} ground truths")
+    return tuple(Check(name, truth) for name, truth in zip(names, answer, strict=True))
 
 
 def _find_column(row: Row, wanted: str | None, known: Sequence[str], place: str) -> str:

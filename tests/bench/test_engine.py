@@ -8,9 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from olmorl.bench.engine import read_workload
 from olmorl.cli.main import run
-from olmorl.contract.errors import ConfigError
 
 KEYS = {
     "output_tokens", "seconds", "tokens_per_second", "prefill_tokens_computed", "prefill_tokens_shared",
@@ -76,13 +74,27 @@ def test_with_guesses_the_same_tokens_take_fewer_steps(model: str, tmp_path: Pat
     assert out["drafted_tokens"] == out["accepted_tokens"] > 0
 
 
-def test_a_bad_load_is_a_config_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("load", "complaint"),
+    [
+        (None, "a list of entries"),
+        ([], "not an empty one"),
+        ([LOAD[0], {"prompt": [1], "max_tokens": 2}], "entry 1 lacks 'group'; an entry has prompt, max_tokens, group"),
+        ([LOAD[0] | {"prompt": "hello"}], "entry 0: prompt is 'hello'; it must be a list of token ids"),
+        ([LOAD[0] | {"prompt": []}], "entry 0: prompt is []"),
+        ([LOAD[0] | {"max_tokens": 0}], "entry 0: max_tokens is 0; it must be a whole number above 0"),
+        ([LOAD[0], LOAD[3] | {"group": 0}], "entry 1 has another prompt"),
+        ([LOAD[0], LOAD[3] | {"prompt": [1, 40]}], "group 2 of 2: token id 40 is outside the vocabulary [0, 40)"),
+    ],
+)
+def test_a_bad_load_says_what_is_wrong_with_it(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], load: object, complaint: str
+) -> None:
     path = tmp_path / "load.json"
-    bad = [None, [], {}, [{"prompt": [1], "max_tokens": 2}], [LOAD[0], LOAD[3] | {"group": 0}]]
-    for entries in bad:
-        path.write_text(json.dumps(entries))
-        with pytest.raises(ConfigError):
-            read_workload(path)
-    with pytest.raises(ConfigError):
-        read_workload(tmp_path / "missing.json")
-    assert run(["bench", "engine", "--model", "x", "--workload", str(tmp_path / "missing.json")]) == 2
+    path.write_text(json.dumps(load))
+    assert run(["bench", "engine", "--model", model, "--workload", str(path), "--threads", "1"]) == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_no_load() -> None:
+    assert run(["bench", "engine", "--model", "x", "--workload", "missing.json"]) == 2

@@ -17,7 +17,7 @@ import pytest
 from olmorl.cli import doctor, machine_checks, package_checks, run_checks, sandbox_checks
 from olmorl.cli.finding import Finding
 from olmorl.cli.shadowed import find_shadowed, find_strays, refuse_shadowed_packages
-from olmorl.config.data_sections import SourceSection
+from olmorl.config.data_sections import RewardSection, SourceSection
 from olmorl.contract.errors import ConfigError
 from olmorl.rewards import sandbox_walls
 from olmorl.rewards.sandbox import Wall
@@ -35,7 +35,8 @@ def model(tmp_path: Path) -> Path:
 
 def write_config(tmp_path: Path, model: Path, data: Path) -> Path:
     path = tmp_path / "run.toml"
-    path.write_text(f"[model]\npath = {json.dumps(str(model))}\n[data]\ntrain = {json.dumps(str(data))}\n")
+    model_and_data = f"[model]\npath = {json.dumps(str(model))}\n[data]\ntrain = {json.dumps(str(data))}\n"
+    path.write_text(model_and_data + '[reward]\nverifier = "gsm8k"\n')
     return path
 
 
@@ -44,7 +45,7 @@ def test_this_machine_is_fit(tmp_path: Path, model: Path, capsys: pytest.Capture
     data.write_text('{"prompt": "1+1=", "answer": "2"}\n')
     assert doctor.examine(write_config(tmp_path, model, data)) == 0, capsys.readouterr().out
     out = capsys.readouterr().out
-    assert "gloo: a process group of one works" in out and "source data, verifier none" in out
+    assert "gloo: a process group of one works" in out and "source data, verifier gsm8k" in out
     assert out.splitlines()[-1].endswith("0 fail")
 
 
@@ -89,7 +90,8 @@ def test_ours_are_not_shadowed() -> None:
 
 def test_strays_in_the_current_directory(tmp_path: Path) -> None:
     (tmp_path / "learner").mkdir()
-    assert find_strays(tmp_path) == [], "an empty folder hides nothing"
+    (tmp_path / "olmorl").write_text("#!/bin/sh\n")
+    assert find_strays(tmp_path) == [], "neither an empty folder nor a script without .py hides anything"
     (tmp_path / "inference.py").write_text("")
     (tmp_path / "learner" / "x.py").write_text("")
     assert find_strays(tmp_path) == [tmp_path / "inference.py", tmp_path / "learner"]
@@ -157,23 +159,25 @@ def test_models(model: Path, tmp_path: Path) -> None:
         ("", "holds no rows"),
         ("not json\n", "data.jsonl:1: broken JSON"),
         ('{"text": "hello"}\n', "no known dialect"),
+        ('{"prompt": "a", "answer": "b"}\n', "names no verifier"),
+        ('{"prompt": "a", "answer": "b", "verifier": "maths"}\n', "did you mean 'math'"),
     ],
 )
 def test_bad_data(tmp_path: Path, text: str | None, says: str) -> None:
     path = tmp_path / "data.jsonl"
     if text is not None:
         path.write_text(text)
-    finding = run_checks.check_data(SourceSection(path=str(path)))
+    finding = run_checks.check_data(SourceSection(path=str(path)), RewardSection())
     assert finding.status == "fail" and says in finding.what and finding.fix
 
 
 def test_parquet_data(tmp_path: Path) -> None:
     path = tmp_path / "data.parquet"
     pq.write_table(pa.table({"prompt": ["a"], "answer": ["b"]}), path)
-    source = SourceSection(path=str(path))
-    assert run_checks.check_data(source).what.endswith("(source data, verifier none)")
+    source, reward = SourceSection(path=str(path)), RewardSection(verifier=("math", "my:own"))
+    assert run_checks.check_data(source, reward).what.endswith("(source data, verifier math, my:own)")
     path.write_text("no parquet")
-    assert run_checks.check_data(source).status == "fail"
+    assert run_checks.check_data(source, reward).status == "fail"
 
 
 def test_overrides_and_the_disk_that_the_run_writes_to(

@@ -23,6 +23,7 @@ from olmorl.contract.generation import SamplingParams
         ("temperature", 1j),
         ("top_k", -2),
         ("top_k", 2**63),
+        ("prompt_logprobs", 5),
         ("top_p", 0.0),
         ("top_p", 1.01),
         ("min_p", -0.1),

@@ -88,8 +88,27 @@ def test_check_says_what_is_missing_and_what_would_fit(quickstart_config: MakeCo
     )
     with pytest.raises(PlacementError, match=r"needs 6 CPUs .*learner.workers = 2"):
         placement.check([Node("a", 5, 8)])
-    with pytest.raises(PlacementError, match="no smaller run fits either"):
+    with pytest.raises(PlacementError, match=r"lower learner.workers: no smaller run fits while 2 learners"):
         placement.check([Node("a", 9, 1)])
+
+
+@pytest.mark.parametrize(
+    ("settings", "nodes", "mend"),
+    [
+        ([], [Node("a", 1)], "Add nodes: no smaller run fits either"),
+        (["inference.device=cuda"], [Node("a", 2)], "Add nodes, or set inference.device and learner.device to 'cpu'"),
+        (["inference.device=cuda"], [Node("a", 1)], "Add nodes with GPUs"),
+        (["inference.tensor_parallel=8"], [Node("a", 8, 4)], "Add nodes, or lower inference.tensor_parallel"),
+        (["learner.workers=8", "learner.shard_size=4"], [Node("a", 8, 4)], "lower learner.shard_size"),
+        (["inference.workers=9"], [Node(f"n{i}", 1, 0) for i in range(4)], "Nodes: 4 like n0 (1 CPU). Add nodes, or"),
+    ],
+)
+def test_what_is_advised_would_help(
+    quickstart_config: MakeConfig, settings: list[str], nodes: list[Node], mend: str
+) -> None:
+    with pytest.raises(PlacementError) as caught:
+        plan_placement(quickstart_config(*settings), nodes).check(nodes)
+    assert mend in str(caught.value)
 
 
 def test_what_lies_in_pieces_does_not_fit(quickstart_config: MakeConfig) -> None:

@@ -97,6 +97,24 @@ def test_several_verifiers_in_a_row(tmp_path: Path) -> None:
     assert read(path)[0][2] == (Check("math", "7"),)
 
 
+def test_several_verifiers_in_the_verifier_column(tmp_path: Path) -> None:
+    path = tmp_path / "f.jsonl"
+
+    def checks(answer: object, verifier: object) -> object:
+        path.write_text(json.dumps({"prompt": "q", "answer": answer, "verifier": verifier}))
+        return read(path)[0][2]
+
+    assert checks(["7", "^7$"], ["math", "regex"]) == (Check("math", "7"), Check("regex", "^7$"))
+    assert checks("7", ["math", "gsm8k"]) == (Check("math", "7"), Check("gsm8k", "7"))
+    assert checks(["7", "07"], "math") == checks(["7", "07"], ["math"]) == (Check("math", ["7", "07"]),)
+    assert checks("7", "") == checks("7", None) == (Check(None, "7"),)
+    with pytest.raises(DataError, match="verifier names 2 verifiers for 3 ground truths"):
+        checks(["7", "8", "9"], ["math", "regex"])
+    for bad in ([], ["math", ""], {"math": 1}, 3):
+        with pytest.raises(DataError, match=r"verifier is .*; it must name a verifier, or several in a list"):
+            checks("7", bad)
+
+
 def test_names() -> None:
     assert source_name(SourceSection(path="owner/set")) == "owner/set"
     assert source_name(SourceSection(path="reasoning_gym:chain_sum")) == "chain_sum"

@@ -7,6 +7,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from inference import LLM, SamplingParams
 from olmorl.contract.errors import ConfigError, WeightUpdateError
@@ -171,6 +172,18 @@ def test_a_recompute_that_needs_one_block_more_than_there_are_ends_that_request_
     assert done[rid].finish_reason == "abort" and "outgrew" in str(done[rid].error)
     assert len(done[rid].samples[0].token_ids) == 30 and done[other].finish_reason == "length"
     assert llm.stats()["kv_usage"] == 0
+
+
+def test_a_state_dict_is_an_update(model_folder: str) -> None:
+    llm, model = LLM(model_folder), AutoModelForCausalLM.from_pretrained(model_folder)
+    before = llm.weights_checksum()
+    with torch.no_grad():
+        model.model.norm.weight.mul_(2)
+    llm.update_weights(model.state_dict(), version=1)
+    after = llm.weights_checksum()
+    assert after != before
+    llm.update_weights(model.state_dict().items(), version=2)
+    assert llm.weights_checksum() == after
 
 
 def test_top_and_prompt_logprobs(model_folder: str) -> None:
