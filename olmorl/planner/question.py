@@ -1,6 +1,7 @@
 """What is to be planned, from the config of a run: its model, its load, the devices it is to have."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +42,14 @@ def question_of(
             f"a plan splits at least 2 devices, and here is {num_devices}; one that serves both roles "
             "(inference.gpu_share, learner.gpu_share) needs no plan"
         )
-    rollout = config.rollout
+    rollout, inference = config.rollout, config.inference
     model, hardware = model_shape(shape or config.model.path), device(device_name)
     longest = rollout.max_response_tokens
     drawn = read_lengths(lengths) if lengths else lognormal_lengths(mean_length or MEAN_OF_LONGEST * longest, longest)
-    factors = None
+    held = replace(model, quantization=inference.quantization, quantize_head=inference.quantize_head)
+    engine = EngineCost(shape=held, device=hardware)
     if bench is not None:
-        factors = fitted_engine(EngineCost(shape=model, device=hardware), read_bench(bench, "--bench"))
+        engine = fitted_engine(engine, read_bench(bench, "--bench"))
     efficiency = LEARNER_EFFICIENCY
     if learner_bench is not None:
         efficiency = fitted_learner(model, read_bench(learner_bench, "--learner-bench")).efficiency
@@ -55,7 +57,7 @@ def question_of(
         shape=model,
         device=hardware,
         num_devices=num_devices,
-        node_size=node_size,
+        node_size=node_size if inference.quantization is None else 1,
         load=Load(
             lengths=[min(n, longest) for n in drawn],
             prompt_tokens=rollout.max_prompt_tokens // 2,
@@ -67,7 +69,7 @@ def question_of(
         async_steps=rollout.async_steps,
         active_sampling=rollout.active_sampling,
         seed=config.run.seed,
-        factors=factors,
+        factors=engine,
         learner_efficiency=efficiency,
     )
 
