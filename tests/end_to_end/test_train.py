@@ -224,7 +224,7 @@ def test_a_plan_stands_beside_the_run(finished: Any, tmp_path: Path, capsys: pyt
         {
             "prompt": r.prompt_token_ids.tolist(), "tokens": r.token_ids.tolist(), "max_tokens": len(r.token_ids),
             "group": prompts.index((r.t_admitted, r.prompt_id)), "logprobs": r.logprobs.tolist(),
-            "advantage": float(r.advantage),
+            "advantage": r.advantage or 0.0,
         }
         for r in rows
     ]  # fmt: skip
