@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 
 from inference.kernels.gpu_launch import Launch, interpreted, run
-from inference.quantization import int4, int8
 from inference.quantization.rows import SMALLEST, TOKEN_LEVELS
+from inference.quantization.sizes import GROUP, num_groups, tail_at
 
 _CHUNK = 1024  # features of a token rounded at once
 _EACH_ROUNDING = {"enable_fp_fusion": 0}  # a product and a sum in one would round once where the definition does twice
@@ -57,7 +57,7 @@ def int8_launches(
         (
             planes_2TK, scales_T, rows_NB, scales_NX, scales_T if bias_N is None else bias_N, out_TN,
             tokens, len(rows_NB), planes_2TK.stride(0), rows_NB.stride(0), scales_NX.stride(0),
-            int8.tail_at(features) // 4,
+            tail_at(features) // 4,
         ),
         {"SIZE": features, "BLOCK_T": block_t, "BLOCK_N": block_n, "BLOCK_K": block_k, "BIAS": bias_N is not None},
         {"num_warps": warps, "num_stages": stages, **_EACH_ROUNDING},
@@ -69,7 +69,7 @@ def int4_launches(
     x_TK: torch.Tensor, rows_NB: torch.Tensor, bias_N: torch.Tensor | None, out_TN: torch.Tensor
 ) -> list[Launch]:
     tokens, features = x_TK.shape
-    groups = int4.num_groups(features)
+    groups = num_groups(features)
     block_t, block_n, warps, stages = _int4_blocks(tokens, x_TK.dtype)
     ends_NX = rows_NB.view(torch.bfloat16)
     return [
@@ -78,10 +78,10 @@ def int4_launches(
             (triton.cdiv(rows_NB.shape[0], block_n), triton.cdiv(tokens, block_t)),
             (
                 x_TK, rows_NB, ends_NX, x_TK if bias_N is None else bias_N, out_TN,
-                tokens, len(rows_NB), rows_NB.stride(0), ends_NX.stride(0), groups * int4.GROUP // 4,
+                tokens, len(rows_NB), rows_NB.stride(0), ends_NX.stride(0), groups * GROUP // 4,
             ),
             {
-                "SIZE": features, "GROUPS": groups, "HALF": int4.GROUP // 2, "BLOCK_T": block_t, "BLOCK_N": block_n,
+                "SIZE": features, "GROUPS": groups, "HALF": GROUP // 2, "BLOCK_T": block_t, "BLOCK_N": block_n,
                 "BIAS": bias_N is not None, "WIDEN": interpreted(),
             },
             {"num_warps": warps, "num_stages": stages},

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from inference.quantization import int4, int8
+from inference.quantization.sizes import int4_row_bytes, int8_row_bytes
 from olmorl.contract.generation import Quantization
 
 Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
@@ -25,10 +26,10 @@ class Format:
 
 FORMATS: dict[Quantization, Format] = {
     "int8": Format(
-        torch.int8, int8.MAX_FEATURES, int8.row_bytes, int8.quantize_rows, int8.dequantize_rows, int8.int8_linear
+        torch.int8, int8.MAX_FEATURES, int8_row_bytes, int8.quantize_rows, int8.dequantize_rows, int8.int8_linear
     ),
     "int4": Format(
-        torch.uint8, int4.MAX_FEATURES, int4.row_bytes, int4.quantize_rows, int4.dequantize_rows, int4.int4_linear
+        torch.uint8, int4.MAX_FEATURES, int4_row_bytes, int4.quantize_rows, int4.dequantize_rows, int4.int4_linear
     ),
 }
 BY_DTYPE = {one.dtype: one for one in FORMATS.values()}

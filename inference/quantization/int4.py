@@ -13,15 +13,11 @@ Suffixes: N outputs, K inputs, T tokens, B bytes of a row, G groups, S inputs of
 import torch
 import torch.nn.functional as F
 
-from inference.quantization.rows import SMALLEST, aligned, token_digits
+from inference.quantization.rows import SMALLEST, token_digits
+from inference.quantization.sizes import GROUP, int4_row_bytes, num_groups
 
-GROUP = 32
 LEVELS = 15
 MAX_FEATURES = 1 << 20  # a group's sums are small; the row's are floats
-
-
-def row_bytes(num_features: int) -> int:
-    return aligned(num_groups(num_features) * (GROUP // 2 + 4))
 
 
 def quantize_rows(weight_NK: torch.Tensor) -> torch.Tensor:
@@ -38,7 +34,7 @@ def quantize_rows(weight_NK: torch.Tensor) -> torch.Tensor:
     halves_NB = (first_N4 | second_N4 << 4).view(num_outputs, -1)
     tail_NB = torch.cat([low_NG1, scale_NG1], dim=2).view(torch.uint8).view(num_outputs, -1)
     rows_NB = torch.cat([halves_NB, tail_NB], dim=1)
-    return F.pad(rows_NB, (0, row_bytes(num_features) - rows_NB.shape[1]))
+    return F.pad(rows_NB, (0, int4_row_bytes(num_features) - rows_NB.shape[1]))
 
 
 def dequantize_rows(rows_NB: torch.Tensor, num_features: int) -> torch.Tensor:
@@ -60,10 +56,6 @@ def int4_linear(x_TK: torch.Tensor, rows_NB: torch.Tensor, bias_N: torch.Tensor 
         y_TN += product_TN * scale_NG[:, g] + sums_TG[:, g, None] * low_NG[:, g]
     y_TN *= scale_T[:, None]
     return (y_TN if bias_N is None else y_TN + bias_N).to(x_TK.dtype)
-
-
-def num_groups(num_features: int) -> int:
-    return -(-num_features // GROUP)
 
 
 def _grouped(x_RK: torch.Tensor) -> torch.Tensor:

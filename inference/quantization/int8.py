@@ -14,15 +14,11 @@ Suffixes: N outputs, K inputs, T tokens, B bytes of a row.
 import torch
 import torch.nn.functional as F
 
-from inference.quantization.rows import aligned, symmetric, token_digits
+from inference.quantization.rows import symmetric, token_digits
+from inference.quantization.sizes import int8_row_bytes, tail_at
 
 WEIGHT_LEVELS = 127
 MAX_FEATURES = 1 << 16  # sums of 255 * 127 stay within int32
-_TAIL = 8
-
-
-def row_bytes(num_features: int) -> int:
-    return aligned(tail_at(num_features) + _TAIL)
 
 
 def quantize_rows(weight_NK: torch.Tensor) -> torch.Tensor:
@@ -33,7 +29,7 @@ def quantize_rows(weight_NK: torch.Tensor) -> torch.Tensor:
     tail_N2 = torch.stack([scale_N.view(torch.int32), sums_N], dim=1)
     padded_NK = F.pad(q_NK.to(torch.int8), (0, tail_at(num_features) - num_features))
     rows_NB = torch.cat([padded_NK, tail_N2.view(torch.int8)], dim=1)
-    return F.pad(rows_NB, (0, row_bytes(num_features) - rows_NB.shape[1]))
+    return F.pad(rows_NB, (0, int8_row_bytes(num_features) - rows_NB.shape[1]))
 
 
 def dequantize_rows(rows_NB: torch.Tensor, num_features: int) -> torch.Tensor:
@@ -48,11 +44,6 @@ def int8_linear(x_TK: torch.Tensor, rows_NB: torch.Tensor, bias_N: torch.Tensor 
     high_TN, low_TN = ((part_TK @ weights_KN).float() for part_TK in (high_TK, low_TK))  # exact, as integers are
     y_TN = (high_TN * 256 + low_TN) * _scales(rows_NB, num_features) * scale_T[:, None]
     return (y_TN if bias_N is None else y_TN + bias_N).to(x_TK.dtype)
-
-
-def tail_at(num_features: int) -> int:
-    """Of a row, the byte at which its scale lies."""
-    return -(-num_features // 4) * 4
 
 
 def _scales(rows_NB: torch.Tensor, num_features: int) -> torch.Tensor:

@@ -10,11 +10,6 @@ import torch
 
 SMALLEST = 1e-30  # what the largest magnitude counts as at least: its reciprocal stays finite
 TOKEN_LEVELS = 32639  # to either side: 127 * 256 + 127, so that both digits are signed bytes
-_ALIGNMENT = 16
-
-
-def aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def symmetric(x_RK: torch.Tensor, levels: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,6 +1,7 @@
 """`olmorl plan`: config and hardware in, a table of plans out, the best one named."""
 
 import json
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from rich.table import Table
 from olmorl.config.load import load_config
 from olmorl.planner.plan import Plan, Question, as_json, explain, plans, sensitivity
 from olmorl.planner.question import question_of
-from olmorl.planner.split import as_overrides, given, given_devices
+from olmorl.planner.split import as_overrides, given
 
 SHOWN = 8
 
@@ -36,7 +37,7 @@ def plan(
     config = load_config(config_path, overrides)
     question = question_of(
         config,
-        num_devices=given_devices(config) if as_given else gpus,
+        num_devices=None if as_given else gpus,
         device_name=device_name,
         shape=shape,
         lengths=lengths,
@@ -62,11 +63,9 @@ def plan(
     )
     for change, effect in changes.items():
         console.print(f"  {change}: {effect:+.0%} trained tokens/s")
-    console.print(
-        f"\nrun it with:\n  olmorl train {config_path} {' '.join(as_overrides(found[0]))}",
-        soft_wrap=True,
-        highlight=False,
-    )
+    apart = ["inference.gpu_share=1", "learner.gpu_share=1"] if config.shares_gpu and not as_given else []
+    command = shlex.join(["olmorl", "train", str(config_path), *overrides, *as_overrides(found[0]), *apart])
+    console.print(f"\nrun it with:\n  {command}", soft_wrap=True, highlight=False, markup=False)
     if json_file is not None:
         json_file.write_text(json.dumps(as_json(found, question, changes), indent=1) + "\n")
     if plot is not None:

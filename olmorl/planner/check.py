@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +86,9 @@ def planned(
     """So many steps of the run of `config`, after those that fill its pipeline, by two benchmarks and by what updates
     cost in a run that hardly waited for them."""
     shape = model_shape(config.model.path)
-    cost = fitted_engine(EngineCost(shape=shape, device=measured_device(engine)), engine)
+    inference = config.inference
+    held = replace(shape, quantization=inference.quantization, quantize_head=inference.quantize_head)
+    cost = fitted_engine(EngineCost(shape=held, device=measured_device(engine)), engine)
     setup = setup_of_run(
         config,
         load=load,

@@ -7,7 +7,7 @@ from typing import Any
 from olmorl.contract.errors import ConfigError
 from olmorl.planner.costs import LEARNER_EFFICIENCY, Device, EngineCost, LearnerCost, SyncCost
 from olmorl.planner.load import Load
-from olmorl.planner.setup import Setup
+from olmorl.planner.setup import Setup, Sharing
 from olmorl.planner.shape import ModelShape
 from olmorl.planner.simulation import Outcome, Simulation
 
@@ -22,6 +22,7 @@ FINAL_WORKERS, FINALISTS = 8, 6  # of the second look at the best; the best of t
 STEPS = 6  # simulated behind the warm-up
 BYTES_PER_TRAINED_PARAMETER = 16  # bf16 weight and gradient, float32 weight and two moments, less what is freed
 ACTIVATION_SHARE = 0.35  # of a learner's memory that activations and buffers need
+IN_TURNS = Sharing(engine=2.0, learner=2.0)  # two processes that both have work for one device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +34,8 @@ class Question:
     num_devices: int
     node_size: int = MOST_PARALLEL
     """devices of a node, the most that one inference worker may have"""
+    shared: bool = False
+    """one device has both roles"""
     load: Load
     prompts_per_step: int
     samples_per_prompt: int
@@ -41,7 +44,7 @@ class Question:
     active_sampling: bool
     seed: int = 0
     factors: EngineCost | None = None
-    """an engine whose costs were measured; None takes the defaults"""
+    """what an engine costs; None takes the defaults"""
     learner_efficiency: float = LEARNER_EFFICIENCY
 
 
@@ -114,11 +117,11 @@ def sensitivity(question: Question, best: Plan, *, steps: int = STEPS) -> dict[s
 def explain(question: Question, best: Plan) -> str:
     """One sentence on what bounds the best plan."""
     where = f"{best.inference_gpus} of {question.num_devices} devices generate"
+    fewer = ", and with fewer devices it would not have the memory or would become the bound"
+    if question.shared:
+        where, fewer = "one device generates and trains", ""
     if best.learner_wait_share > 0.3:
-        return (
-            f"{where}; rollouts are the bound: the learner waits {best.learner_wait_share:.0%} of its time, and with "
-            "fewer devices it would not have the memory or would become the bound"
-        )
+        return f"{where}; rollouts are the bound: the learner waits {best.learner_wait_share:.0%} of its time{fewer}"
     if best.learner_wait_share < 0.1:
         return f"{where}; the learner is the bound: it waits only {best.learner_wait_share:.0%} of its time"
     return f"{where}; both sides keep each other busy: the learner waits {best.learner_wait_share:.0%} of its time"
@@ -177,6 +180,10 @@ def _engine(question: Question, tensor_parallel: int) -> EngineCost:
     return EngineCost(shape=question.shape, device=question.device, tensor_parallel=tensor_parallel)
 
 
+def _learners(question: Question, inference_gpus: int) -> int:
+    return 1 if question.shared else question.num_devices - inference_gpus
+
+
 def setup_of(
     question: Question, inference_gpus: int, tensor_parallel: int, slots: int, *, most: int
 ) -> tuple[Setup, float]:
@@ -191,10 +198,11 @@ def setup_of(
             load=question.load,
             engine=engine,
             learner=LearnerCost(
-                shape=question.shape, device=engine.device, ranks=question.num_devices - inference_gpus,
+                shape=question.shape, device=engine.device, ranks=_learners(question, inference_gpus),
                 efficiency=question.learner_efficiency * prompts / question.prompts_per_step,
             ),
             sync=SyncCost(shape=question.shape),
+            sharing=IN_TURNS if question.shared else Sharing(),
             inference_workers=simulated,
             prompts_per_step=prompts,
             samples_per_prompt=question.samples_per_prompt,
@@ -232,7 +240,7 @@ def _plan(question: Question, outcome: Outcome, scale: float, inference: int, te
     dollars_per_second = question.num_devices * question.device.dollars_per_hour / 3600
     return Plan(
         inference_gpus=inference,
-        learner_gpus=question.num_devices - inference,
+        learner_gpus=_learners(question, inference),
         tensor_parallel=tensor_parallel,
         slots=slots,
         tokens_per_second=outcome.tokens_per_second * scale,

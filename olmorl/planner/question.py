@@ -1,6 +1,7 @@
 """What is to be planned, from the config of a run: its model, its load, the devices it is to have."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ ZERO_VARIANCE = 0.3
 def question_of(
     config: Config,
     *,
-    num_devices: int,
+    num_devices: int | None,
     device_name: str,
     node_size: int = MOST_PARALLEL,
     shape: str | None = None,
@@ -30,24 +31,32 @@ def question_of(
     bench: Path | None = None,
     learner_bench: Path | None = None,
 ) -> Question:
-    """`shape`: a model's name in place of model.path; `lengths`: see read_lengths; `bench`, `learner_bench`: JSON
-    of `olmorl bench engine` and `olmorl bench learner`.
+    """`num_devices` None: as the config splits them; `shape`: a model's name in place of model.path; `lengths`: see
+    read_lengths; `bench`, `learner_bench`: JSON of `olmorl bench engine` and `olmorl bench learner`.
 
     Raises:
-        ConfigError: fewer than 2 devices, or one of these names what is not there.
+        ConfigError: fewer than 2 devices to split, or one of these names what is not there.
     """
-    if num_devices < 2:
+    rollout, inference = config.rollout, config.inference
+    hardware, shared = device(device_name), num_devices is None and config.shares_gpu
+    if shared:
+        if inference.workers > 1:
+            raise ConfigError(f"one device is planned for one inference worker, and here are {inference.workers}")
+        num_devices, hardware = 1, replace(hardware, memory=hardware.memory * inference.gpu_share)
+    elif num_devices is None:
+        num_devices = inference.workers * inference.tensor_parallel + config.learner.workers
+    elif num_devices < 2:
         raise ConfigError(
             f"a plan splits at least 2 devices, and here is {num_devices}; one that serves both roles "
-            "(inference.gpu_share, learner.gpu_share) needs no plan"
+            "(inference.gpu_share, learner.gpu_share) needs no plan, and --as-given tells what to expect of it"
         )
-    rollout = config.rollout
-    model, hardware = model_shape(shape or config.model.path), device(device_name)
+    model = model_shape(shape or config.model.path)
     longest = rollout.max_response_tokens
     drawn = read_lengths(lengths) if lengths else lognormal_lengths(mean_length or MEAN_OF_LONGEST * longest, longest)
-    factors = None
+    held = replace(model, quantization=inference.quantization, quantize_head=inference.quantize_head)
+    engine = EngineCost(shape=held, device=hardware)
     if bench is not None:
-        factors = fitted_engine(EngineCost(shape=model, device=hardware), read_bench(bench, "--bench"))
+        engine = fitted_engine(engine, read_bench(bench, "--bench"))
     efficiency = LEARNER_EFFICIENCY
     if learner_bench is not None:
         efficiency = fitted_learner(model, read_bench(learner_bench, "--learner-bench")).efficiency
@@ -55,7 +64,8 @@ def question_of(
         shape=model,
         device=hardware,
         num_devices=num_devices,
-        node_size=node_size,
+        node_size=node_size if inference.quantization is None else 1,
+        shared=shared,
         load=Load(
             lengths=[min(n, longest) for n in drawn],
             prompt_tokens=rollout.max_prompt_tokens // 2,
@@ -67,7 +77,7 @@ def question_of(
         async_steps=rollout.async_steps,
         active_sampling=rollout.active_sampling,
         seed=config.run.seed,
-        factors=factors,
+        factors=engine,
         learner_efficiency=efficiency,
     )
 

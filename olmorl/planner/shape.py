@@ -6,7 +6,9 @@ from functools import lru_cache
 from pathlib import Path
 
 from inference.model.architecture import Architecture, read_architecture
+from inference.quantization.sizes import ROW_BYTES
 from olmorl.contract.errors import ConfigError
+from olmorl.contract.generation import Quantization
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,21 +26,47 @@ class ModelShape:
     """what each layer sees; empty: all see everything"""
     element_size: int = 2
     """bytes of a weight and of a key or value"""
+    quantization: Quantization | None = None
+    """the format of the layers' matrices, in an engine"""
+    quantize_head: bool = False
 
     @property
     def active_parameters(self) -> int:
         """Those a token is multiplied with: all but the embedding, of which one row is looked up."""
-        attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
-        mlp = 3 * self.hidden_size * self.intermediate_size
-        return self.num_layers * (attention + mlp) + self.vocab_size * self.hidden_size
+        layer = sum(rows * features for rows, features in self._matrices)
+        return self.num_layers * layer + self.vocab_size * self.hidden_size
 
     @property
     def num_parameters(self) -> int:
         return self.active_parameters + (0 if self.tied else self.vocab_size * self.hidden_size)
 
     @property
+    def streamed_bytes(self) -> int:
+        """Of the weights that every step reads."""
+        if self.quantization is None:
+            return self.active_parameters * self.element_size
+        row_bytes = ROW_BYTES[self.quantization]
+        layer = sum(rows * row_bytes(features) for rows, features in self._matrices)
+        head_row = row_bytes(self.hidden_size) if self.quantize_head else self.hidden_size * self.element_size
+        return self.num_layers * layer + self.vocab_size * head_row
+
+    @property
     def weight_bytes(self) -> int:
-        return self.num_parameters * self.element_size
+        """Of all weights; a quantised head is not the embedding, even where they are tied."""
+        if self.tied and not self.quantize_head:
+            return self.streamed_bytes
+        return self.streamed_bytes + self.vocab_size * self.hidden_size * self.element_size
+
+    @property
+    def _matrices(self) -> tuple[tuple[int, int], ...]:
+        """(rows, features) of those of a layer."""
+        hidden, width = self.hidden_size, self.head_dim * self.num_heads
+        return (
+            (width + 2 * self.head_dim * self.num_kv_heads, hidden),
+            (hidden, width),
+            (2 * self.intermediate_size, hidden),
+            (hidden, self.intermediate_size),
+        )
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -68,7 +96,7 @@ class ModelShape:
 
     def step_bytes(self, reads: float) -> float:
         """Of a step that reads the weights once and the keys and values of `reads` tokens (as `seen` counts)."""
-        return self.active_parameters * self.element_size + reads * self.kv_bytes_per_token
+        return self.streamed_bytes + reads * self.kv_bytes_per_token
 
 
 @lru_cache

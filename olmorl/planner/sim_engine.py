@@ -75,6 +75,7 @@ class SimEngine:
         self.totals = EngineTotals()
         self.version = 0
         self._cost = cost
+        self._alone = cost.slowdown
         self._clock = clock
         self._on_finished = on_finished
         self._leap: _Leap | None = None
@@ -127,7 +128,7 @@ class SimEngine:
         """From the next step on each takes `factor` times as long as by itself."""
 
         def change() -> None:
-            self._cost = replace(self._cost, slowdown=factor)
+            self._cost = replace(self._cost, slowdown=self._alone * factor)
 
         self._between_steps(change)
 

@@ -30,10 +30,6 @@ def as_overrides(plan: Plan) -> list[str]:
     return [f"{key}={value}" for key, value in settings_of(plan).items()]
 
 
-def given_devices(config: Config) -> int:
-    return config.inference.workers * config.inference.tensor_parallel + config.learner.workers
-
-
 def given(config: Config, question: Question) -> Plan:
     """What the planner expects of the split that the config has."""
     inference = config.inference

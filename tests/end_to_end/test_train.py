@@ -216,6 +216,44 @@ def test_the_learners_logprobs_of_what_it_trained_are_kept(finished: Any) -> Non
         assert ratios.max() == pytest.approx(metrics[step]["off_policy/importance_ratio_max"], rel=1e-4)
 
 
+def test_a_plan_stands_beside_the_run(finished: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its own samples are what is measured, so the order of magnitude at least is known."""
+    model, rows = load_config(finished.directory / "config.toml").model.path, finished.rollouts()
+    prompts = sorted({(r.t_admitted, r.prompt_id) for r in rows})
+    samples = [
+        {
+            "prompt": r.prompt_token_ids.tolist(), "tokens": r.token_ids.tolist(), "max_tokens": len(r.token_ids),
+            "group": prompts.index((r.t_admitted, r.prompt_id)), "logprobs": r.logprobs.tolist(),
+            "advantage": r.advantage or 0.0,
+        }
+        for r in rows
+    ]  # fmt: skip
+    (tmp_path / "load.json").write_text(json.dumps(samples))
+    (tmp_path / "batch.json").write_text(json.dumps([s for r, s in zip(rows, samples, strict=True) if r.step == 4]))
+    engine, learner, out = (str(tmp_path / name) for name in ("engine.json", "learner.json", "out.json"))
+    load, batch = ["--workload", str(tmp_path / "load.json")], ["--batch", str(tmp_path / "batch.json")]
+    slots = ["--max-num-seqs", "3", "--kv-cache-tokens", "2048"]
+    assert cli(["bench", "engine", "--model", model, *load, *slots, "--threads", "1", "--json", engine]) == 0
+    assert cli(["bench", "learner", "--model", model, *batch, "--steps", "2", "--threads", "1", "--json", learner]) == 0
+    capsys.readouterr()
+    check = ["plan", "--check", str(finished.directory)]
+    assert cli(check) == 2 and "--bench and --learner-bench" in capsys.readouterr().err
+    assert cli([*check, "--bench", engine, "--learner-bench", learner, "--json", out]) == 0
+    assert "median error" in capsys.readouterr().out
+    found = json.loads(Path(out).read_text())
+    (told,) = found["runs"]
+    measured, planned = told["measured"], told["planned"]
+    last = finished.metrics()[4:]
+    assert told["name"] == "run" and measured["steps"] == planned["steps"] == len(last) == STEPS - 3
+    assert measured["step_seconds"] == pytest.approx(sum(row["time/step"] for row in last) / len(last))
+    for name in ("tokens_per_second", "trained_tokens_per_second", "step_seconds", "train_seconds"):
+        assert 1 / 8 < planned[name] / measured[name] < 8, name
+    off = abs(planned["tokens_per_second"] / measured["tokens_per_second"] - 1)
+    assert found["median_errors"]["tokens_per_second_off"] == pytest.approx(off)
+    short = ["plan", "--check", str(tmp_path), "--bench", engine, "--learner-bench", learner]
+    assert cli(short) == 2 and "config.toml" in capsys.readouterr().err
+
+
 def test_a_run_whose_engine_and_learner_disagree_does_not_train(command: Any) -> None:
     _, err = command.run("run.steps=2", "sync.parity_tolerance=1e-12", code=1)
     assert "engine and learner disagree about the raw logprobs" in err and "Likely: " in err

@@ -1,6 +1,7 @@
 """`cluster.split = "auto"`: a run takes the planner's split of the GPUs it finds, or says why it cannot."""
 
 import json
+import shlex
 import tomllib
 from pathlib import Path
 
@@ -45,6 +46,43 @@ def test_a_run_takes_the_best_plan_for_the_gpus_there_are(tmp_path: Path, capsys
 def test_what_the_config_says_of_memory_stays(said: bool, kept: object, tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(f"[inference]\n{'kv_cache_tokens = 9999' * said}")
     assert split(load_config(tmp_path / "run.toml", AUTO), [Node("n", 48, 8, "H100")]).inference.kv_cache_tokens == kept
+
+
+def test_the_command_that_a_plan_prints_is_one_that_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """With the settings it was asked with, and each role on GPUs of its own though the config has them share one."""
+    asked = (*SMALL, "data.system_prompt=Show it, in [steps].", "inference.gpu_share=0.4", "learner.gpu_share=0.6")
+    assert command(["plan", CONFIG, *asked, "--gpus", "4", "--device", "h200"]) == 0
+    words = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    assert words[:3] == ["olmorl", "train", CONFIG]
+    assert command([*words[1:], "--dry-run", "--cluster", "1x64x4"]) == 0
+    printed = tomllib.loads(capsys.readouterr().out)
+    assert printed["data"]["system_prompt"] == "Show it, in [steps]."
+    assert printed["model"]["path"] == "Qwen/Qwen3-8B" and printed["inference"]["gpu_share"] == 1
+
+
+def test_one_gpu_with_both_roles_is_planned_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each takes longer beside the other, and an engine that was slowed down before stays so."""
+    found = []
+    for shares in ((), ("inference.gpu_share=0.5", "learner.gpu_share=0.5")):
+        asked = (
+            *SMALL,
+            "model.path=Qwen/Qwen3-0.6B",
+            "rollout.max_response_tokens=4096",
+            *shares,
+            "--as-given",
+            "--json",
+            str(tmp_path / "p.json"),
+        )
+        assert command(["plan", CONFIG, *asked]) == 0
+        found.append(json.loads((tmp_path / "p.json").read_text()))
+    (apart, shared), printed = found, capsys.readouterr().out
+    assert "on 2 h100" in printed and "on 1 h100" in printed and "one device generates and trains" in printed
+    assert apart["best"]["step_seconds"] < shared["best"]["step_seconds"] < 2.5 * apart["best"]["step_seconds"]
+    assert (shared["best"]["inference_gpus"], shared["best"]["learner_gpus"]) == (1, 1)
+    assert shared["sensitivity"]["engine steps 10 % shorter"] > 0
+    two = ("inference.workers=2", "inference.gpu_share=0.25", "learner.gpu_share=0.5", "--as-given")
+    assert command(["plan", CONFIG, *SMALL, *two]) == 2
+    assert "one inference worker, and here are 2" in capsys.readouterr().err
 
 
 def test_no_worker_is_wider_than_a_node() -> None:
