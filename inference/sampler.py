@@ -115,7 +115,7 @@ class SamplingTable:
         params, row = sequence.request.params, sequence.row
         self.temperatures[row] = 0.0 if params.greedy else params.temperature
         self.top_k[row] = params.top_k
-        self.top_p[row] = max(params.top_p, np.finfo(np.float32).tiny)  # at 0 not even one token would be kept
+        self.top_p[row] = max(params.top_p, float(np.finfo(np.float32).tiny))  # at 0 not even one token would be kept
         self.min_p[row] = params.min_p
         self.keys[row] = noise.sequence_key(sequence.request.noise_key, sequence.sample_index)
         self.special[row] = has_penalty(params) or params.min_tokens > 0 or params.logprobs > 0

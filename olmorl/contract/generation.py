@@ -118,7 +118,7 @@ def _is_int(value: object) -> bool:
 def _is_finite(value: object) -> bool:
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         return False
-    return bool(abs(value) <= _LARGEST)
+    return bool(-_LARGEST <= value <= _LARGEST)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

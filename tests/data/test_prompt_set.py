@@ -91,7 +91,7 @@ def test_dialects(load, tmp_path: Path, suffix, row, truth, source, verifier) ->
         (b'{"prompt": "a\\ud83d", "answer": "b"}\n', ["f.jsonl:1", "not UTF-8", "ud83d"]),
         (b'{"messages": [{"role": "user", "content": "\\ud83d"}], "answer": "b"}\n', ["f.jsonl:1", "not UTF-8"]),
         (b'{"prompt": "a", "answer": "b", "data_source": "\\ud83d"}\n', ["f.jsonl:1", "not UTF-8"]),
-        (b'{"prompt": "a", "answer": "b", "verifier": ["math", 7]}\n', ["f.jsonl:1", "verifier is ['math', 7]", "name a verifier"]),
+        (b'{"prompt": "a", "answer": "b", "verifier": ["math", 7]}\n', ["f.jsonl:1", "is ['math', 7]", "a verifier"]),
         (b'{"prompt": "a", "answer": "b", "environment": 3}\n', ["f.jsonl:1", "environment is 3"]),
     ],
 )
