@@ -96,22 +96,33 @@ def test_a_run_that_finds_no_signal_ends_at_a_polite_kill(stage: Any, told: str)
 def test_verifiers_that_hang_crash_and_raise(stage: Any, checks: Any) -> None:
     """Each costs the sample that it was asked about and no other."""
     source = """
-import os, time, zlib
+import os, tempfile, time, zlib
+from pathlib import Path
+HERE = Path(__file__).parent
 def judge(completion, truth, prompt):
-    lot = zlib.crc32(f"{prompt}{completion}".encode()) % 8
-    if lot == 0:
-        time.sleep(3600)
-    if lot == 1:
-        os.kill(os.getpid(), 9)
-    if lot == 2:
-        raise RuntimeError("no idea")
-    return lot % 2
+    if ";" not in completion:
+        return 0  # no sample but a truth, which is looked at before the run
+    for lot in ("hangs", "crashes", "raises"):  # the fate of the first sample that finds it, and of its like
+        with tempfile.NamedTemporaryFile("w", dir=HERE) as mine:
+            mine.write(prompt + completion)
+            mine.flush()
+            try:
+                os.link(mine.name, HERE / lot)
+            except FileExistsError:
+                pass
+        if (HERE / lot).read_text() == prompt + completion:
+            if lot == "hangs":
+                time.sleep(3600)
+            if lot == "crashes":
+                os.kill(os.getpid(), 9)
+            raise RuntimeError("no idea")
+    return zlib.crc32(completion.encode()) % 2
 """
     (stage.command.folder / "moody.py").write_text(source)
-    synchronous = ("rollout.async_steps=0", "rollout.active_sampling=false")  # so that each run has the same samples
-    stage.start("reward.verifier=moody:judge", "reward.timeout_seconds=1", *synchronous)
+    stage.start("reward.verifier=moody:judge", "reward.timeout_seconds=1", "rollout.active_sampling=false")
     stage.end()
     checks.invariants(stage.command, STEPS)
+    assert all((stage.command.folder / lot).exists() for lot in ("hangs", "crashes", "raises"))
     rows = stage.command.rollouts()
     assert {row.verdict for row in rows} == {"scored", "timeout", "error"}  # also of those that crashed twice
     assert {row.fate for row in rows if row.verdict != "scored"} == {"error"}

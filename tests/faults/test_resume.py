@@ -49,7 +49,9 @@ def test_killed_once(command: Any, checks: Any) -> None:
         process.send_signal(signal.SIGCONT)
         command.wait_for(partial(command.has_row, done + 1), process)
         process.send_signal(signal.SIGSTOP)  # so that nothing moves while we look
-        kept = max((int(path.parent.name[5:]) for path in command.directory.glob("checkpoints/*/COMPLETE")), default=0)
+        kept = max(
+            (int(path.parent.name[5:]) for path in command.directory.glob("checkpoints/step_*/COMPLETE")), default=0
+        )
         done = max(row.step for row in command.rollouts())
     process.kill()
     process.wait()
