@@ -37,6 +37,7 @@ from inference.staged_update import StagedUpdate, model_checksum, stage_tensors
 from inference.stats import CostModel, StatsClock
 from inference.step_batch import BlockTable
 from inference.stopping import StopMatcher
+from inference.token_ids import check_ids, to_score
 from inference.tokenizer import Tokenizer
 from olmorl.contract.errors import ConfigError, WeightUpdateError
 from olmorl.contract.generation import EngineConfig, SamplingParams
@@ -138,7 +139,7 @@ class Engine:
             raise ValueError("the prompt is empty; give at least one token id")
         if length >= limit:
             raise ValueError(f"the prompt has {length} tokens; it must be shorter than max_model_len = {limit}")
-        self._check_ids(min(prompt), max(prompt))
+        check_ids(min(prompt), max(prompt), vocab_size=self.vocab_size)
         if max(params.stop_token_ids, default=0) >= self.vocab_size:
             bad = max(params.stop_token_ids)
             raise ValueError(f"stop_token_ids holds {bad}, outside the vocabulary [0, {self.vocab_size})")
@@ -147,11 +148,6 @@ class Engine:
             raise ValueError(f"the prompt has {length} tokens; the KV pool holds {room}; raise kv_cache_tokens")
         if params.stop and not self.tokenizer.exists:
             raise ValueError(f"stop strings need a tokenizer; {self.folder} has none")
-
-    def _check_ids(self, low: int, high: int) -> None:
-        if low < 0 or high >= self.vocab_size:
-            bad = low if low < 0 else high
-            raise ValueError(f"token id {bad} is outside the vocabulary [0, {self.vocab_size})")
 
     def add(
         self,
@@ -376,21 +372,14 @@ class Engine:
         """Raw logprob of each token after the first, given those before it, under the present weights."""
         if self.rewriting:
             raise WeightUpdateError("the weights are being rewritten: there are none to score with")
-        arrays = [np.asarray(sequence) for sequence in sequences]
-        for ids in arrays:  # compiled kernels read whatever stands at an id or a position
-            if ids.ndim != 1 or not 2 <= len(ids) <= self.max_model_len or ids.dtype.kind not in "iu":
-                raise ValueError(
-                    f"a sequence to score is 2 to max_model_len = {self.max_model_len} integer token ids; one is of "
-                    f"shape {ids.shape} and {ids.dtype}"
-                )
-            self._check_ids(int(ids.min()), int(ids.max()))
+        checked = [to_score(ids, max_length=self.max_model_len, vocab_size=self.vocab_size) for ids in sequences]
         scores: list[np.ndarray] = []
         part: list[np.ndarray] = []
-        for sequence in arrays:
+        for sequence in checked:
             if part and sum(map(len, part)) + len(sequence) > self.config.max_tokens_per_step:
                 scores += self.runner.score(part)
                 part = []
-            part.append(sequence.astype(np.int64))
+            part.append(sequence)
         return scores + (self.runner.score(part) if part else [])
 
     def stats(self) -> dict[str, float]:
