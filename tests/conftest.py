@@ -27,6 +27,9 @@ from olmorl.metrics.rollout_log import RolloutRow, read_rollouts
 if not torch.cuda.is_available():  # before anything imports Triton: its kernels then run in the interpreter
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a script starts what it leaves in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # or no command that a test starts would heed Ctrl-C
+
 settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
 

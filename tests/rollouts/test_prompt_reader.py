@@ -56,7 +56,7 @@ def test_a_bad_row_is_named(kit: Any, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"p\.jsonl:2"):
         list(reader(kit, path))
     write(path, [{"prompt": "1"}, {"prompt": "\ud800"}])
-    with pytest.raises(DataError, match=r"p\.jsonl:2: .*no Unicode"):
+    with pytest.raises(DataError, match=r"p\.jsonl:2: .*not UTF-8"):
         list(reader(kit, path))
     path.write_text("")
     with pytest.raises(DataError, match="no rows"):
