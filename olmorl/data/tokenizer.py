@@ -74,12 +74,7 @@ class PromptEncoder:
 
     def render(self, prompt: str | Messages, *, place: str) -> str:
         """The text the model reads. `place` names the row in a DataError."""
-        text = self._template(prompt, place) if self.templated else _plain_text(prompt, place)
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise DataError(f"{place}: the prompt is no Unicode: {error}") from None
-        return text
+        return self._template(prompt, place) if self.templated else _plain_text(prompt, place)
 
     def _template(self, prompt: str | Messages, place: str) -> str:
         messages = list(prompt) if isinstance(prompt, tuple) else [{"role": "user", "content": prompt}]
