@@ -51,7 +51,7 @@ class Engine:
         self.config = config
         if config.threads is not None:
             torch.set_num_threads(config.threads)
-        if config.gpu_share < 1 and config.device.startswith("cuda"):
+        if config.gpu_share < 1 and config.device == "cuda":
             torch.cuda.set_per_process_memory_fraction(config.gpu_share)
         self.folder: Path = resolve_folder(config.model)
         self.followers = self._start_followers() if config.tensor_parallel_size > 1 else None
@@ -73,7 +73,7 @@ class Engine:
             )
         self.max_model_len = config.max_model_len or self.decoder.arch.max_positions
         self.vocab_size = self.decoder.arch.vocab_size
-        self.eos_ids = eos_token_ids(self.folder)
+        self.eos_ids = tuple(i for i in eos_token_ids(self.folder) if 0 <= i < self.vocab_size)
         self.tokenizer = Tokenizer(self.folder)
         self.version = initial_version
         self.rewriting = False
@@ -224,8 +224,9 @@ class Engine:
                 self.sampling.set(sequence)
             self.runner.copy_blocks(plan.copies, plan.window_copies)
             self.speculation.complete(plan, self.table, self.sampling)
+            guessed = any(sequence.draft for sequence, _ in plan.chunks)
             drew = self._compute(plan) if plan.chunks or plan.starts else False
-            self._land(self._depth if drew else 0)
+            self._land(self._depth if drew and not guessed else 0)  # how far guesses go, the next step must know
             self._give_up(plan.outgrown)
             if not self.scheduler.has_work or self.speculation.applies(len(self.scheduler.running)):
                 self._land(0)  # all have stopped and nobody waits for these, or guesses are about to be made

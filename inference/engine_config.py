@@ -37,13 +37,13 @@ def check_config(config: EngineConfig) -> None:
             f"deterministic needs the compiled kernels, which compute on one rank; tensor_parallel_size is "
             f"{config.tensor_parallel_size}"
         )
-    try:
-        device = torch.device(config.device)
-    except RuntimeError:
-        raise ConfigError(f"device is {config.device!r}; it must be 'cpu' or 'cuda'") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
+    if config.device not in ("cpu", "cuda"):
+        raise ConfigError(
+            f"device is {config.device!r}; it must be 'cpu' or 'cuda'; of several GPUs, CUDA_VISIBLE_DEVICES says which"
+        )
+    if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device is 'cuda', but this machine or this build of torch has none")
-    if device.type == "cuda" and config.tensor_parallel_size > torch.cuda.device_count():
+    if config.device == "cuda" and config.tensor_parallel_size > torch.cuda.device_count():
         raise ConfigError(
             f"tensor_parallel_size is {config.tensor_parallel_size}, but this process sees "
             f"{torch.cuda.device_count()} GPUs"
@@ -77,7 +77,7 @@ def _check_kv_cache(config: EngineConfig) -> None:
             f"kv_cache_dtype {dtype!r} is kept on one device; tensor_parallel_size is {config.tensor_parallel_size}, "
             "set it to 1"
         )
-    if config.kernels == "triton" or (config.kernels == "auto" and config.device.startswith("cuda")):
+    if config.kernels == "triton" or (config.kernels == "auto" and config.device == "cuda"):
         raise ConfigError(
             f"kv_cache_dtype is {dtype!r}, which Triton's attention does not read; use 'auto', or kernels = 'torch'"
         )

@@ -58,15 +58,21 @@ def measured_kv_tokens(decoder: Decoder, config: EngineConfig, *, window: int | 
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     others = total - free - torch.cuda.memory_reserved(device)
-    room = int(total * config.gpu_memory_utilization) - others - peak
+    room = kv_room(config, total=total, others=others, peak=peak)
     blocks = blocks_that_fit(room, decoder.local, head_bytes=decoder.kv_head_bytes, config=config, window=window)
     if blocks < 1:
         raise ConfigError(
-            f"no room for KV on {device}: {total >> 20} MiB x gpu_memory_utilization {config.gpu_memory_utilization}, "
-            f"of which the model and its largest step take {peak >> 20} and others {others >> 20}; lower "
-            "max_tokens_per_step or max_num_seqs, or raise gpu_memory_utilization"
+            f"no room for KV on {device}: {total >> 20} MiB x gpu_memory_utilization {config.gpu_memory_utilization} x "
+            f"gpu_share {config.gpu_share}, of which the model and its largest step take {peak >> 20} and others "
+            f"{others >> 20}; lower max_tokens_per_step or max_num_seqs, or raise one of the two"
         )
     return blocks * config.block_size
+
+
+def kv_room(config: EngineConfig, *, total: int, others: int, peak: int) -> int:
+    """Of a GPU of `total` bytes, what neither `others` have nor the `peak` of the model and its largest step takes."""
+    filled = int(total * config.gpu_memory_utilization)
+    return min(filled - others, int(filled * config.gpu_share)) - peak
 
 
 def blocks_that_fit(room: int, arch: Architecture, *, head_bytes: int, config: EngineConfig, window: int | None) -> int:

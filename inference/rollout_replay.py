@@ -83,6 +83,8 @@ def replay_rollout(
             prefix_caching=False,  # which would give back what is to be computed anew
             batching="continuous",
             overlap=False,
+            speculative=None,  # several tokens a step might go past an event
+            draft_model=None,
             schedule_dir=None,
         ),
         initial_version=0,

@@ -8,6 +8,11 @@ from typing import Any
 
 from olmorl.contract.errors import ModelError
 
+_PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]
+# How byte-level vocabularies write a byte: as itself, or as the next character behind 255.
+_BYTES = {chr(byte): byte for byte in _PRINTED} | {
+    chr(256 + i): byte for i, byte in enumerate(sorted({*range(256)} - {*_PRINTED}))
+}
 _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
@@ -40,6 +45,13 @@ class Tokenizer:
             list(token_ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
         )
         return str(text)
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """Of a token that is a part of a character."""
+        entry = str(self._loaded.convert_ids_to_tokens(token_id))
+        if entry.startswith("<0x"):
+            return bytes.fromhex(entry[3:5])
+        return bytes(_BYTES[c] for c in entry) if _BYTES.keys() >= set(entry) else self.decode([token_id]).encode()
 
     @property
     def has_chat_template(self) -> bool:

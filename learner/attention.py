@@ -57,10 +57,11 @@ class DocumentLayout:
             parents = np.full(len(starts) - 1, -1)
         ranges = [np.arange(begin, end) for begin, end in pairwise(starts)]
         spans = tuple((len(ranges[p]) if p >= 0 else 0, len(own)) for p, own in zip(parents, ranges, strict=True))
+        read_by_others = set(parents.tolist())
         chains = [
             own if parent < 0 else np.concatenate([ranges[parent], own])
             for index, (parent, own) in enumerate(zip(parents, ranges, strict=True))
-            if index not in set(parents.tolist())
+            if index not in read_by_others
         ]
         chains.sort(key=len, reverse=True)
         groups = _group([len(chain) for chain in chains])

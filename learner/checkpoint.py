@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from learner.model import DTYPES, PolicyModel, full_tensor
 from learner.step import TrainState
 from olmorl.contract.errors import WorkerError
+from olmorl.file_mode import open_to_readers
 
 EXPORT_SHARD_BYTES = 5 * 10**9
 COPIED_FILES = (  # of the model folder, as they are
@@ -64,7 +65,7 @@ class CheckpointWriter:
             try:
                 writing.result()
             except (CheckpointException, OSError, RuntimeError) as error:
-                raise WorkerError(f"the checkpoint {self._path} was not written: {error}") from None
+                raise WorkerError(f"the checkpoint {self._path} was not written: {_last_line(error)}") from None
 
     def close(self) -> None:
         self.finish()
@@ -79,14 +80,16 @@ def load_checkpoint(state: TrainState, path: Path) -> int:
     try:
         dcp.load(restored, checkpoint_id=path)
     except (CheckpointException, OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
-        reason = (str(error).strip().splitlines() or [""])[-1]
         raise WorkerError(
-            f"{path} cannot be read, or is of another model ({type(error).__name__}: {reason:.300}); move it away, and "
-            "--resume continues the checkpoint before it"
+            f"{path} cannot be read, or is of another model ({type(error).__name__}: {_last_line(error):.300}); "
+            "move it away, and --resume continues the checkpoint before it"
         ) from None
+    settings = [dict(group) for group in state.optimizer.param_groups]
     set_state_dict(
         state.policy, state.optimizer, model_state_dict=restored["model"], optim_state_dict=restored["optimizer"]
     )
+    for group, ours in zip(state.optimizer.param_groups, settings, strict=True):
+        group.update(ours)  # as the config of this run has them, not the one that saved
     progress = restored["progress"]
     state.version = int(progress["version"])
     state.skipped_steps = int(progress["skipped_steps"])
@@ -95,8 +98,17 @@ def load_checkpoint(state: TrainState, path: Path) -> int:
     return state.version
 
 
+def _last_line(error: BaseException) -> str:
+    """What went wrong; before it torch puts a traceback."""
+    return (str(error).strip().splitlines() or [""])[-1]
+
+
 def _state_dict(state: TrainState) -> dict[str, Any]:
+    never_stepped = not state.optimizer.state
     model, optimizer = get_state_dict(state.policy, state.optimizer)
+    if never_stepped:  # to have something to save, torch made a step of no gradients, which must not count
+        for slots in state.optimizer.state.values():
+            slots["step"].zero_()
     progress = {
         "version": torch.tensor(state.version),
         "skipped_steps": torch.tensor(state.skipped_steps),
@@ -113,7 +125,9 @@ def export_hugging_face(
 
     Rank 0 writes; it needs room for the whole model in `dtype`.
     """
-    tensors = {}
+    persistent = policy.causal_lm.state_dict()
+    kept = {name: buffer.cpu() for name, buffer in policy.causal_lm.named_buffers() if name in persistent}
+    tensors = kept if dist.get_rank() == 0 else {}
     for name, parameter in policy.hugging_face_parameters().items():
         tensor = full_tensor(parameter, dtype=DTYPES[dtype])
         if dist.get_rank() == 0:
@@ -123,6 +137,8 @@ def export_hugging_face(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         save_torch_state_dict(tensors, partial, max_shard_size=max_shard_bytes)
+        for shard in partial.glob("*.safetensors"):
+            open_to_readers(shard)
         config = type(policy.config).from_dict(policy.config.to_dict())
         config.dtype = dtype
         config.architectures = [type(policy.causal_lm).__name__]

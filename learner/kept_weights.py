@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from olmorl.contract.errors import ConfigError
+from olmorl.file_mode import open_to_readers
 
 _MODEL = "model.causal_lm."  # what stands before a Hugging Face name in a checkpoint
 
@@ -20,6 +21,7 @@ def write_weights(path: Path, named: Iterable[tuple[str, Tensor]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.part")
     save_file({name: tensor.to("cpu", copy=True) for name, tensor in named}, part)
+    open_to_readers(part)
     part.replace(path)
 
 

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+HEAD_ROWS = 4096  # widened at once, where no product sums half precision in float32
+
 
 def chunked_logprobs(
     hidden_RE: Tensor,
@@ -39,7 +41,16 @@ def full_logprobs(
 
 
 def _logits(hidden_CE: Tensor, weight_VE: Tensor, bias_V: Tensor | None, temperature: float) -> Tensor:
-    logits_CV = F.linear(hidden_CE, weight_VE, bias_V).float()
+    """Summed in float32 and never rounded to the compute dtype, like the engine's."""
+    if weight_VE.dtype == torch.float32:
+        logits_CV = F.linear(hidden_CE, weight_VE)
+    elif weight_VE.is_cuda:
+        logits_CV = torch.mm(hidden_CE, weight_VE.T, out_dtype=torch.float32)
+    else:
+        parts = [hidden_CE.float() @ part_VE.float().T for part_VE in weight_VE.split(HEAD_ROWS)]
+        logits_CV = torch.cat(parts, dim=1)
+    if bias_V is not None:
+        logits_CV = logits_CV + bias_V
     return logits_CV if temperature == 1 else logits_CV / temperature
 
 

@@ -10,6 +10,7 @@ Shapes: N tokens of a packed micro-batch, R positions to be scored, E width.
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,6 +23,8 @@ from learner.logprobs import chunked_logprobs
 from olmorl.contract.errors import ModelError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+PROBE_TOKENS = 4
+PROBE_TOLERANCE = 1e-2  # nats; behind a first token float32 itself may be some 1e-3 off
 LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling")  # config keys of heads we do not compute
 
 
@@ -87,19 +90,53 @@ def load_policy(path: str, *, chunk_tokens: int = 1024, activation_checkpointing
             f"{type(causal_lm).__name__} ({path}) does its own attention, so documents cannot be packed without "
             "seeing each other; use a model that supports transformers' attention interface (Llama, OLMo 2, Qwen, ...)"
         )
-    for module in causal_lm.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0  # with dropout the policy that is trained is not the one that spoke
+    causal_lm.eval()  # with dropout the policy that is trained is not the one that spoke
+    policy = PolicyModel(causal_lm, chunk_tokens=chunk_tokens)
+    _check_packing(policy, path)
     if activation_checkpointing:
         causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
-    causal_lm.train()
-    return PolicyModel(causal_lm, chunk_tokens=chunk_tokens)
+        for layer in decoder_layers(policy):
+            layer.training = True  # of the layer itself, not of what is in it: else it checkpoints nothing
+    return policy
 
 
 def _check_config(config: PreTrainedConfig) -> None:
     for key in LOGIT_CHANGES:
         if getattr(config, key, None) not in (None, 1, 1.0):
             raise ModelError(f"the model's config has {key} = {getattr(config, key)}, which the learner does not apply")
+
+
+@torch.no_grad()
+def _check_packing(policy: PolicyModel, path: str) -> None:
+    """Two documents laid together must say what the model says of the second alone. Some families carry a state from
+    token to token whatever the attention, or do more behind their last layer than the product with the head."""
+    tokens = torch.arange(2 * PROBE_TOKENS) % policy.config.vocab_size
+    own = tokens[PROBE_TOKENS:]
+    positions = torch.arange(PROBE_TOKENS)
+    scored = torch.arange(PROBE_TOKENS + 1, 2 * PROBE_TOKENS)
+    starts = PROBE_TOKENS * np.arange(3)
+    cpu = torch.device("cpu")
+    name = type(policy.causal_lm).__name__
+    try:
+        packed, _ = policy(
+            tokens,
+            positions.repeat(2),
+            DocumentLayout.from_starts(starts, device=cpu),
+            scored_R=scored,
+            context_R=scored - 1,
+            temperature=1.0,
+        )
+        layout = DocumentLayout.from_starts(starts[:2], device=cpu)
+        out = policy.causal_lm(input_ids=own[None], position_ids=positions[None], use_cache=False, layout=layout)
+    except (AttributeError, RuntimeError, TypeError) as error:
+        raise ModelError(f"{name} ({path}) cannot be trained on packed documents: {error}") from error
+    alone = out.logits[0, :-1].log_softmax(-1).gather(-1, own[1:, None])[:, 0]
+    difference = (packed - alone).abs().max().item()
+    if not difference < PROBE_TOLERANCE:
+        raise ModelError(
+            f"{name} ({path}) says another thing of a document packed behind one (by {difference:.2g} nats): "
+            "it carries a state over, or has a head of its own kind; the learner cannot train it"
+        )
 
 
 def shard(policy: PolicyModel, mesh: DeviceMesh, *, compute_dtype: torch.dtype) -> PolicyModel:
@@ -141,10 +178,11 @@ def full_tensor(parameter: Tensor, *, dtype: torch.dtype) -> Tensor:
 
 
 def decoder_layers(policy: PolicyModel) -> nn.ModuleList:
-    layers = getattr(policy.causal_lm.base_model, "layers", None)
-    if not isinstance(layers, nn.ModuleList):
-        raise ModelError(f"{type(policy.causal_lm).__name__} has no list of decoder layers under `model.layers`")
-    return layers
+    count = policy.config.num_hidden_layers
+    for module in policy.causal_lm.base_model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return module
+    raise ModelError(f"{type(policy.causal_lm).__name__} has no list of {count} decoder layers")
 
 
 def forward_flops(policy: PolicyModel, spans: tuple[tuple[int, int], ...], *, num_scored: int) -> float:

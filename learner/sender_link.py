@@ -63,6 +63,7 @@ class SharedLink:
     def __init__(self, store: dist.Store, group: SyncGroup, buckets: list[SharedBucket], *, interrupt: Event) -> None:
         self._store = store
         self._ranks = range(1, group.size)
+        self._sent: list[str] = []
         for rank in self._ranks:
             for index, bucket in enumerate(buckets):
                 store.set(shared_key("handle", rank, index), bucket.handle())
@@ -72,11 +73,15 @@ class SharedLink:
     def send(self, index: int, data: Tensor, *, version: int, deadline: float, interrupt: Event) -> None:
         if data.is_cuda:
             torch.cuda.synchronize(data.device)  # what was gathered stands there before anybody is told
-        self._store.set(shared_key("sent", version, index), "")
+        self._sent.append(shared_key("sent", version, index))
+        self._store.set(self._sent[-1], "")
 
     def finish(self, version: int, *, deadline: float, interrupt: Event) -> None:
         keys = [shared_key("taken", version, rank) for rank in self._ranks]
         poll(lambda: self._store.check(keys), deadline, interrupt)
+        for key in self._sent + keys:  # nobody asks for them any more, and a run has many versions
+            self._store.delete_key(key)
+        self._sent.clear()
 
 
 def poll(done: Callable[[], bool], deadline: float, interrupt: Event) -> None:

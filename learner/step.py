@@ -90,7 +90,7 @@ def train_step(state: TrainState, batch: RankBatch, *, config: LearnerConfig, de
         num_tokens=sum(len(micro.token_ids) for micro in batch.micro_batches),
         flops=sums.flops,
         peak_bytes=peak_bytes(device),
-        old_logprobs=_on_host(sums.old_logprobs, batch),
+        old_logprobs=_on_host(sums.old_logprobs[: sum(map(len, fixed))]),
     )
 
 
@@ -172,10 +172,9 @@ def _accumulate(
     return total.detach()
 
 
-def _on_host(old_logprobs: list[Tensor], batch: RankBatch) -> np.ndarray:
-    """[R] float32; of the first epoch, for the later ones have the same."""
-    first = old_logprobs[: len(batch.micro_batches)]
-    return torch.cat(first).float().cpu().numpy() if first else np.zeros(0, np.float32)
+def _on_host(first_epoch: list[Tensor]) -> np.ndarray:
+    """[R] float32; the later epochs have the same."""
+    return torch.cat(first_epoch).float().cpu().numpy() if first_epoch else np.zeros(0, np.float32)
 
 
 def _metrics(sums: _Sums) -> dict[str, float]:

@@ -55,7 +55,7 @@ class Trainer:
             chunk_tokens=self.config.logprob_chunk_tokens,
             activation_checkpointing=self.config.activation_checkpointing,
         )
-        return shard(policy.to(self.device), self.mesh, compute_dtype=DTYPES[self.config.dtype])
+        return shard(policy, self.mesh, compute_dtype=DTYPES[self.config.dtype])
 
     @property
     def version(self) -> int:

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from olmorl.contract.generation import OBSERVED
 from olmorl.metrics.jsonl_sink import read_metrics
@@ -30,13 +30,19 @@ if not torch.cuda.is_available():  # before anything imports Triton: its kernels
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a script starts what it leaves in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)  # or no command that a test starts would heed Ctrl-C
 
-settings.register_profile("any machine", deadline=None)
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
 
 @pytest.hookimpl(trylast=True)  # behind -m and -k
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """SLICE=n/count keeps every count-th test, from the n-th on: the slices of all n are all tests, each once."""
+    """SLICE=n/count keeps every count-th test, from the n-th on: the slices of all n are all tests, each once.
+
+    A soak test that says nothing of time has half an hour, on whatever machine.
+    """
+    for item in items:
+        if item.get_closest_marker("soak") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(1800))
     if "SLICE" in os.environ:
         number, count = (int(part) for part in os.environ["SLICE"].split("/"))
         config.hook.pytest_deselected(items=[item for i, item in enumerate(items) if (i - number) % count])

@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
     import torch
 
     if not options.dry and not torch.cuda.is_available():
-        print("no CUDA device here: nothing to check (--dry goes through it in the interpreter)")
+        print("no CUDA device here: nothing to check (`make gpu-check ARGS=--dry` goes through it in the interpreter)")
         return 0
     started = time.perf_counter()
     tests = _run_tests(options.dry)

@@ -19,23 +19,17 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from inference.kernels.cpu_ir import F32, I32, integer, load, loop, offset, splat, store
+from inference.kernels.cpu_target import has
 from inference.kernels.cpu_tile import LANES
 
 LEVELS = 32639.0  # of a token, to either side
 SMALLEST = 1e-30  # what the largest value of a token counts as at least: its reciprocal stays finite
 
-_FEATURES = binding.get_host_cpu_features()
-
-
-def _has(*names: str) -> bool:
-    return all(_FEATURES.get(name, False) for name in names)
-
-
 Dot = Literal[0, 1]
 PAIRS, VNNI = 0, 1  # two products of 16-bit numbers, or four of bytes, in one instruction
-DOT = VNNI if _has("avx512vnni", "avx512vl") or _has("avxvnni") else PAIRS
-WIDE = 16 if _has("avx512vnni") else 8  # tokens of a vector register
-SUPPORTED = _has("avx2")
+DOT = VNNI if has("avx512vnni", "avx512vl") or has("avxvnni") else PAIRS
+WIDE = 16 if has("avx512vnni") else 8  # tokens of a vector register
+SUPPORTED = has("avx2")
 
 _BYTES_ARE_TYPED = binding.llvm_version_info >= (22,)  # before, the instruction took its bytes as 32-bit words
 

@@ -18,7 +18,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from inference.kernels.cpu_dot import DOT, multiply_add, signed, unsigned
+from inference.kernels.cpu_dot import DOT, WIDE, multiply_add, signed, unsigned
 from inference.kernels.cpu_ir import F32, I32, broadcast, integer, load, loop, offset, prefetch, splat, store
 from inference.kernels.cpu_tile import LANES
 
@@ -101,7 +101,7 @@ def _minimum_and_scale(builder: Any, word: Any, floats: Any) -> list[Any]:
 @intrinsic
 def group_sums(typing_context, quantized, groups, sums_out):  # type: ignore[no-untyped-def]
     """Of one panel of signed bytes, [group, lane] float32."""
-    floats, ints = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
+    floats, ints = ir.VectorType(F32, WIDE), ir.VectorType(I32, WIDE)
 
     def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         quantized, groups, sums_out = args
@@ -109,19 +109,21 @@ def group_sums(typing_context, quantized, groups, sums_out):  # type: ignore[no-
         ones = unsigned(builder, splat(0x01010101, ints), DOT)
         with cgutils.for_range(builder, groups) as group_loop:
             start = builder.mul(group_loop.index, integer(QUADS * LANES))
+            for lane in range(0, LANES, WIDE):
+                from_lane = offset(builder, quantized, builder.add(start, integer(lane)))
 
-            def visit(index: Any, sums: list[Any]) -> list[Any]:
-                at = offset(builder, quantized, builder.add(start, builder.mul(index, integer(LANES))))
-                xs = [load(builder, at, ints), load(builder, offset(builder, at, plane), ints)]
-                return [
-                    multiply_add(builder, total, ones, signed(builder, x, DOT), DOT)
-                    for total, x in zip(sums, xs, strict=True)
-                ]
+                def visit(index: Any, sums: list[Any], from_lane: Any = from_lane) -> list[Any]:
+                    at = offset(builder, from_lane, builder.mul(index, integer(LANES)))
+                    xs = [load(builder, at, ints), load(builder, offset(builder, at, plane), ints)]
+                    return [
+                        multiply_add(builder, total, ones, signed(builder, x, DOT), DOT)
+                        for total, x in zip(sums, xs, strict=True)
+                    ]
 
-            high, low = loop(builder, integer(QUADS), [splat(0, ints)] * 2, visit)
-            total = builder.add(builder.shl(high, splat(8, ints)), low)
-            to = builder.mul(group_loop.index, integer(LANES))
-            store(builder, builder.sitofp(total, floats), offset(builder, sums_out, to))
+                high, low = loop(builder, integer(QUADS), [splat(0, ints)] * 2, visit)
+                total = builder.add(builder.shl(high, splat(8, ints)), low)
+                to = builder.add(builder.mul(group_loop.index, integer(LANES)), integer(lane))
+                store(builder, builder.sitofp(total, floats), offset(builder, sums_out, to))
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 3), generate

@@ -9,7 +9,7 @@ import numpy as np
 from inference.kernels.compiling import exact, fast
 from inference.kernels.cpu_math import exp, floats
 from inference.kernels.cpu_team import take
-from inference.kernels.cpu_tile import LANES, WIDE, product
+from inference.kernels.cpu_tile import FULL_RATE, LANES, WIDE, product
 
 U = np.uint64  # an unsigned index needs no test for a negative one, which would keep a loop from vectorising
 _CHUNK = 24  # outputs taken at once are a multiple: every block height divides it
@@ -105,12 +105,18 @@ def add_bias(bias, out, out_step, out_panel, tokens):  # type: ignore[no-untyped
 
 @exact
 def _rows(w, count, x, x_panel, out, out_step, out_panel, rows, tokens, after):  # type: ignore[no-untyped-def]
-    """Blocks as high and wide as the registers allow, 16 (AVX2) or 32 (AVX-512); tokens are computed by eights."""
+    """Blocks as high and wide as the registers allow, 16 (AVX2) or 32 (AVX-512); tokens are computed by eights.
+
+    At full rate what fills up a vector costs less than half vectors, and 64 tokens would not fit the first-level cache,
+    which then is what products wait for.
+    """
     left = (tokens + 7) // 8
+    if FULL_RATE and left > 2:
+        left += left % 2
     if 4 * count > LONG_ROW:
         after = np.int64(0)
     while left > 0:
-        if WIDE == 16 and left >= 8:
+        if WIDE == 16 and left >= 8 and not FULL_RATE:
             product(w, count, count, x, LANES, x_panel, out, out_step, out_panel, rows // 6, after, 6, 4, 16)
             done, taken = rows // 6 * 6, 8
         elif WIDE == 16 and left == 6:

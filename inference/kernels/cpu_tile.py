@@ -10,15 +10,17 @@ block it was computed in. A token's result is therefore bitwise the same alone a
 
 from typing import Any
 
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from inference.kernels.cpu_ir import F32, I64, broadcast, integer, offset, prefetch
+from inference.kernels.cpu_target import NAME, has
 
 LANES = 16  # tokens of a panel: neighbours in memory
-WIDE = 16 if binding.get_host_cpu_features().get("avx512f", False) else 8  # floats of a vector register
+WIDE = 16 if has("avx512f") else 8  # floats of a vector register
+FULL_RATE = WIDE == 16 and NAME != "znver4"  # which computes the two halves in turn
 
 PART = 192  # input features summed in one chain; longer chains lose digits, shorter ones time
 

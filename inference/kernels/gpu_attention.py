@@ -121,11 +121,12 @@ def attention_launches(
     assert values_BKSD.stride(3) == 1 and q_TX.stride(1) == 1 and out_TX.is_contiguous()
     parts, sums = out_TX, out_TX
     if splits > 1:
-        rows = splits * len(q_TX) * num_heads
+        rows = splits * num_tiles * num_kv_heads * shape.block_m
         parts = torch.empty((rows, head_dim), dtype=torch.float32, device=q_TX.device)
         sums = torch.empty((rows, 2), dtype=torch.float32, device=q_TX.device)
     common = {
         "GROUP": group,
+        "BLOCK_M": shape.block_m,
         "HEAD_DIM": head_dim,
         "PADDED_DIM": max(16, triton.next_power_of_2(head_dim)),
         "TILE": shape.tile,
@@ -139,10 +140,10 @@ def attention_launches(
             (num_tiles, num_kv_heads, splits),
             (
                 q_TX, keys_BKDS, values_BKSD, step.positions_T, part.tiles_N3, step.table_RW, out_TX, parts, sums,
-                q_TX.stride(0), step.table_RW.stride(0), *keys_BKDS.stride(), *values_BKSD.stride()[:3], len(q_TX),
+                q_TX.stride(0), step.table_RW.stride(0), *keys_BKDS.stride(), *values_BKSD.stride()[:3],
                 head_dim**-0.5 * 1.4426950408889634,
             ),
-            {**common, "BLOCK_M": shape.block_m, "BLOCK_SIZE": block_size, "WIDEN": interpreted()},
+            {**common, "BLOCK_SIZE": block_size, "WIDEN": interpreted()},
             {"num_warps": shape.num_warps, "num_stages": shape.num_stages},
         )
     ]  # fmt: skip
@@ -151,7 +152,7 @@ def attention_launches(
             Launch(
                 _merge,
                 (num_tiles, num_kv_heads, part.tokens_per_tile * group),
-                (step.positions_T, part.tiles_N3, out_TX, parts, sums, len(q_TX)),
+                (step.positions_T, part.tiles_N3, out_TX, parts, sums),
                 common,
                 {"num_warps": 4, "num_stages": 1},
             )
@@ -177,6 +178,12 @@ def _tile_range(
 
 
 @triton.jit
+def _part_row(split, tile, kv_head, BLOCK_M: tl.constexpr):
+    """Where the rows of a split of a tile begin among all parts."""
+    return ((split.to(tl.int64) * tl.num_programs(0) + tile) * tl.num_programs(1) + kv_head) * BLOCK_M
+
+
+@triton.jit
 def _product(a, b, acc, WIDEN: tl.constexpr):
     """acc + a b in float32. The interpreter would multiply the bits of bfloat16: there it is widened first."""
     if WIDEN:
@@ -186,7 +193,7 @@ def _product(a, b, acc, WIDEN: tl.constexpr):
 
 
 # What changes from step to step is not specialised: each variant would be compiled in the middle of serving.
-@triton.jit(do_not_specialize=["table_step", "num_tokens"])
+@triton.jit(do_not_specialize=["table_step"])
 def _attend(
     q,
     keys,
@@ -206,12 +213,11 @@ def _attend(
     value_block,
     value_head,
     value_slot,
-    num_tokens,
     scale,
     GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -283,22 +289,22 @@ def _attend(
         out_rows = ((first_token + token) * num_heads + q_head) * HEAD_DIM
         tl.store(out + out_rows[:, None] + d[None, :], result.to(out.dtype.element_ty), mask=stored)
     else:
-        part_rows = (split.to(tl.int64) * num_tokens + first_token + token) * num_heads + q_head
+        part_rows = _part_row(split, tile, kv_head, BLOCK_M) + m
         used = first < last
         tl.store(parts + (part_rows * HEAD_DIM)[:, None] + d[None, :], acc, mask=stored & used)
         tl.store(sums + 2 * part_rows, top, mask=live & used)
         tl.store(sums + 2 * part_rows + 1, total, mask=live & used)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit
 def _merge(
     positions,
     tiles,
     out,
     parts,
     sums,
-    num_tokens,
     GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     TILE: tl.constexpr,
@@ -318,7 +324,7 @@ def _merge(
     live = m // GROUP < count
     used = (first < last) & live
     row = (first_token + m // GROUP) * num_heads + kv_head * GROUP + m % GROUP
-    part_rows = split.to(tl.int64) * num_tokens * num_heads + row
+    part_rows = _part_row(split, tile, kv_head, BLOCK_M) + m
     top_S = tl.load(sums + 2 * part_rows, mask=used, other=float("-inf"))
     total_S = tl.load(sums + 2 * part_rows + 1, mask=used, other=0.0)
     part_SD = tl.load(

@@ -44,6 +44,13 @@ class Architecture:
     out_bias: bool = False
     mlp_bias: bool = False
 
+    @property
+    def reach(self) -> int:
+        """Positions that the model was made for: where ropes are stretched, config.json may name those before."""
+        scalings = [layer.rope.scaling for layer in self.layers if layer.rope.scaling is not None]
+        stretched = [getattr(s, "original_length", self.max_positions) * s.factor for s in scalings]
+        return int(max([self.max_positions, *stretched]))
+
 
 def read_architecture(folder: Path) -> Architecture:
     """Raises ModelError for a family, activation or rope type that is not supported."""

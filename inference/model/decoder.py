@@ -12,7 +12,7 @@ Suffixes: T tokens, M hidden size, R wanted rows, V vocabulary.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -44,12 +44,6 @@ if TYPE_CHECKING:
 
 Hold = Callable[[str, torch.Tensor], dict[str, torch.Tensor]]
 """What a tensor under its name is stored as, by key of `Decoder.tensors`; may share its memory"""
-Watch = Callable[[str, torch.Tensor], None]
-"""Field of `LayerWeights`, tokens that it is multiplied with"""
-
-
-def ignore(_field: str, _tokens: torch.Tensor) -> None:
-    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,25 +204,32 @@ class Decoder:
             x_TM = self.layer_torch(index, x_TM, batch, pools)
         return rms_norm(x_TM, self.norm, self.arch.norm_eps)
 
-    def layer_torch(
-        self, index: int, x_TM: torch.Tensor, batch: StepBatch, pools: KVPools, watch: Watch = ignore
-    ) -> torch.Tensor:
-        """[T, M] after one layer; the batch must be on the device. `watch` is shown each matrix with what it meets."""
+    def layer_torch(self, index: int, x_TM: torch.Tensor, batch: StepBatch, pools: KVPools) -> torch.Tensor:
+        """[T, M] after one layer; the batch must be on the device."""
+        for _, y_TM in self.layer_stages(index, x_TM, batch, pools):
+            x_TM = y_TM
+        return x_TM
+
+    def layer_stages(
+        self, index: int, x_TM: torch.Tensor, batch: StepBatch, pools: KVPools
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each field of `LayerWeights` with what it is about to be multiplied with; then what leaves the layer. Between
+        two of them the weights behind may change."""
         layer, eps, pre = self.layers[index], self.arch.norm_eps, self.arch.norms == "pre"
         y_TM = rms_norm(x_TM, layer.attention_norm, eps) if pre else x_TM
-        watch("qkv", y_TM)
+        yield "qkv", y_TM
         qkv_TX = linear(y_TM, layer.qkv, layer.qkv_bias)
         step = batch if layer.attention.window is None else batch.windowed or batch
         y_TM = attend(qkv_TX, layer.attention, *pools.layer(index), step)
-        watch("out", y_TM)
+        yield "out", y_TM
         y_TM = self.summed_linear(y_TM, layer.out, layer.out_bias)
         x_TM = x_TM + (y_TM if pre else rms_norm(y_TM, layer.attention_norm, eps))
         y_TM = rms_norm(x_TM, layer.mlp_norm, eps) if pre else x_TM
-        watch("gate_up", y_TM)
+        yield "gate_up", y_TM
         y_TM = gated_silu(linear(y_TM, layer.gate_up, layer.gate_up_bias))
-        watch("down", y_TM)
+        yield "down", y_TM
         y_TM = self.summed_linear(y_TM, layer.down, layer.down_bias)
-        return x_TM + (y_TM if pre else rms_norm(y_TM, layer.mlp_norm, eps))
+        yield "", x_TM + (y_TM if pre else rms_norm(y_TM, layer.mlp_norm, eps))
 
     def logits(self, hidden_RM: torch.Tensor) -> torch.Tensor:
         """[R, V] float32, valid until the next call; rows need not be contiguous.

@@ -1,5 +1,6 @@
 """From a Hugging Face folder (or hub id) to a decoder with its weights, and the ids that end a text."""
 
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,8 @@ from inference.model.tensor_parallel import ALONE, TensorParallel
 from inference.quantization.packed import read_packing, unpacked
 from olmorl.contract.errors import ModelError
 from olmorl.contract.generation import Kernels, KvCacheDtype, Quantization
+
+log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Not parameters: buffers that old checkpoints carry, and the copy of a tied head.
@@ -50,6 +53,13 @@ def load_decoder(
     if dtype not in DTYPES:
         raise ModelError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
     length = arch.max_positions if max_model_len is None else max_model_len
+    if length > arch.reach:
+        log.warning(
+            "max_model_len is %d, but %s was made for %d positions: what it says beyond them may be worthless",
+            length,
+            folder,
+            arch.reach,
+        )
     decoder = Decoder(
         arch,
         dtype=DTYPES[dtype],
@@ -66,6 +76,8 @@ def load_decoder(
     for name, tensor in dense_tensors(folder):
         if name.endswith(_IGNORED) or (name == "lm_head.weight" and arch.tied):
             continue
+        if name not in shapes and name.endswith(".bias") and not tensor.any():
+            continue  # GPTQ is written with one everywhere
         if name not in shapes:
             raise ModelError(f"{folder}: tensor {name!r} is not part of this architecture")
         if shapes[name] != tuple(tensor.shape):

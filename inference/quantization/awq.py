@@ -8,23 +8,32 @@ clipped.
 Suffixes: N outputs, K inputs.
 """
 
+from functools import cache
+
 import torch
 
 from inference.quantization.grid import Grid, output_square, round_to_nearest
 
 _RATIOS = 20
+_STRIDES = (4, 2, 1)  # over the ratios: first all, then beside the best
 
 
 def best_scale(weight_NK: torch.Tensor, hessian_KK: torch.Tensor, grid: Grid) -> torch.Tensor:
     """[K], for which rounding `weight_NK` times it, and dividing again, costs the outputs least; ones if nothing is
     better."""
     size_K = hessian_KK.diagonal().sqrt().clamp(min=1e-8)
-    best_K, least = torch.ones_like(size_K), float("inf")
-    for step in range(_RATIOS):
+
+    def scale(step: int) -> torch.Tensor:
         scale_K = size_K ** (step / _RATIOS)
-        scale_K = (scale_K / (scale_K.max() * scale_K.min()).sqrt()).clamp(min=1e-4)
+        return (scale_K / (scale_K.max() * scale_K.min()).sqrt()).clamp(min=1e-4)
+
+    @cache
+    def error(step: int) -> float:
+        scale_K = scale(step)
         rounded_NK = round_to_nearest(weight_NK * scale_K, grid).dense() / scale_K
-        error = float(output_square(weight_NK - rounded_NK, hessian_KK))
-        if error < least:
-            best_K, least = scale_K, error
-    return best_K
+        return float(output_square(weight_NK - rounded_NK, hessian_KK))
+
+    best = min(range(0, _RATIOS, _STRIDES[0]), key=error)
+    for stride in _STRIDES[1:]:
+        best = min((best, max(best - stride, 0), min(best + stride, _RATIOS - 1)), key=error)
+    return scale(best)

@@ -1,4 +1,7 @@
-"""A model's matrices quantised one layer after the other, on tokens that went through the layers quantised before.
+"""A model's matrices quantised one after the other, in one pass of the calibration tokens through the model.
+
+With GPTQ, and rounding to nearest, a matrix is replaced as soon as all tokens stand before it, and these go on through
+what replaced it. With AWQ, which scales a matrix before it is multiplied with, they go through the dense model.
 
 Query, key and value read the same tokens, gate and up too: each pair or triple is one matrix here, as in the decoder.
 
@@ -14,7 +17,7 @@ import torch
 
 from inference.model.decoder import Decoder, LayerWeights
 from inference.model.kv_pools import KVPools
-from inference.model.step_tensors import moved
+from inference.model.step_tensors import moved, tensors_of
 from inference.quantization.awq import best_scale
 from inference.quantization.gptq import gptq
 from inference.quantization.grid import Grid, Quantized, output_error, round_to_nearest
@@ -28,6 +31,7 @@ PROJECTIONS = {
     "down": ("mlp.down_proj",),
 }
 _BLOCK_SIZE = 16
+_PART_TOKENS = 4096  # that are computed at once: more would only take memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,40 +56,57 @@ def quantize_layers(
     """Four matrices a layer. When all are taken, `decoder` (dense, float32) holds the weights that they stand for, and
     with AWQ whatever else had to be scaled."""
     assert decoder.dtype == torch.float32 and decoder.quantization is None, "calibration needs the dense weights"
-    batch, num_blocks = dense_batch([np.asarray(sequence) for sequence in sequences], block_size=_BLOCK_SIZE)
-    batch = moved(batch, decoder.device)
-    assert batch.tensors is not None
+    parts = [dense_batch(part, block_size=_BLOCK_SIZE) for part in _parts(sequences)]
+    batches = [moved(batch, decoder.device) for batch, _ in parts]
     one_layer = replace(decoder.arch, layers=decoder.arch.layers[:1])
+    num_blocks = max(num_blocks for _, num_blocks in parts)
     pools = _EveryLayer(one_layer, num_blocks, None, block_size=_BLOCK_SIZE, dtype=torch.float32, device=decoder.device)
-    x_TM = decoder.embed(batch.tensors.token_ids_T)
+    x = [decoder.embed(tensors_of(batch, decoder.device).token_ids_T) for batch in batches]
     for index, layer in enumerate(decoder.layers):
+        runs = [decoder.layer_stages(index, x_TM, batch, pools) for x_TM, batch in zip(x, batches, strict=True)]
         hessians: dict[str, torch.Tensor] = {}
-
-        def watch(field: str, tokens_TK: torch.Tensor, found: dict[str, torch.Tensor] = hessians) -> None:
-            found[field] = tokens_TK.T @ tokens_TK
-
-        decoder.layer_torch(index, x_TM, batch, pools, watch)
-        nearest = {
-            field: output_error(weight, round_to_nearest(weight, grid).dense(), hessians[field])
-            for field, weight in _matrices(layer)
-        }
+        nearest: dict[str, float] = {}
+        for field, weight in _matrices(layer):
+            hessian_KK = hessians[field] = weight.new_zeros(weight.shape[1], weight.shape[1])
+            for run in runs:
+                _, tokens_TK = next(run)
+                hessian_KK.addmm_(tokens_TK.T, tokens_TK)
+            found = round_to_nearest(weight, grid)
+            nearest[field] = output_error(weight, found.dense(), hessian_KK)
+            if method != "awq":  # at once: what follows meets what is lost here
+                if method == "gptq":
+                    found = gptq(weight, hessian_KK, grid, desc_act=desc_act)
+                yield _put(decoder, index, field, found, hessian_KK, nearest[field])
+        x = [next(run)[1] for run in runs]
         if method == "awq":
             _scale_inputs(decoder, layer, hessians, grid)
-        for field, weight in _matrices(layer):
-            if method == "gptq":
-                found = gptq(weight, hessians[field], grid, desc_act=desc_act)
-            else:
+            for field, weight in _matrices(layer):
                 found = round_to_nearest(weight, grid)
-            dense = found.dense()
-            name = f"model.layers.{index}.{field}"
-            report = MatrixReport(name, nearest[field], output_error(weight, dense, hessians[field]))
-            weight.copy_(dense)
-            yield QuantizedMatrix(report, dict(_split(decoder, index, field, found)))
-        x_TM = decoder.layer_torch(index, x_TM, batch, pools)
+                yield _put(decoder, index, field, found, hessians[field], nearest[field])
+
+
+def _parts(sequences: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
+    """Of about `_PART_TOKENS` tokens each."""
+    parts: list[list[np.ndarray]] = [[]]
+    for sequence in sequences:
+        if sum(map(len, parts[-1])) >= _PART_TOKENS:
+            parts.append([])
+        parts[-1].append(np.asarray(sequence))
+    return parts
+
+
+def _put(
+    decoder: Decoder, index: int, field: str, found: Quantized, hessian_KK: torch.Tensor, nearest_error: float
+) -> QuantizedMatrix:
+    """What `found` stands for, in place of a matrix."""
+    weight, dense = getattr(decoder.layers[index], field), found.dense()
+    report = MatrixReport(f"model.layers.{index}.{field}", nearest_error, output_error(weight, dense, hessian_KK))
+    weight.copy_(dense)
+    return QuantizedMatrix(report, dict(_split(decoder, index, field, found)))
 
 
 class _EveryLayer(KVPools):
-    """Keys and values of one layer, which the next may overwrite: all its tokens are computed at once."""
+    """Keys and values of one layer and part, which the next may overwrite: they are read where they are written."""
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         return super().layer(0)

@@ -1,8 +1,8 @@
 """GPTQ: input by input, a weight is rounded and what that cost is made up for by the inputs still to come.
 
 From the paper (Frantar et al. 2022): the Cholesky factor of the inverse Hessian has, in row i, how an error at input i
-is spread; columns go in blocks, so that the spread to the rest is one matrix product a block. With `desc_act` inputs go
-in the order of their size, largest first, and groups are made in that order.
+is spread; inputs go in blocks of whole groups, so that the spread to the rest is one matrix product a block. With
+`desc_act` inputs go in the order of their size, largest first, and groups are made in that order.
 
 Suffixes: N outputs, K inputs, S inputs of a block.
 """
@@ -11,7 +11,7 @@ import torch
 
 from inference.quantization.grid import Grid, Quantized
 
-_BLOCK = 128
+_BLOCK = 128  # inputs, at least
 DAMPING = 0.01  # of the Hessian's mean diagonal, added to it
 
 
@@ -21,26 +21,26 @@ def gptq(weight_NK: torch.Tensor, hessian_KK: torch.Tensor, grid: Grid, *, desc_
     order_K = torch.arange(features, device=weight_NK.device)
     if desc_act:
         order_K = hessian_KK.diagonal().argsort(descending=True, stable=True)
-    w_NK = weight_NK.float()[:, order_K].clone()
+    w_KN = weight_NK.float().T[order_K].contiguous()
     spread_KK = _spread(hessian_KK[order_K][:, order_K])
-    numbers_NK, scales, zeros = torch.empty_like(w_NK), [], []
-    for start in range(0, features, _BLOCK):
-        stop = min(start + _BLOCK, features)
-        errors_NS = torch.empty_like(w_NK[:, start:stop])
+    numbers_KN, scales, zeros = torch.empty_like(w_KN), [], []
+    block = -(-_BLOCK // grid.group_size) * grid.group_size
+    for start in range(0, features, block):
+        stop = min(start + block, features)
+        errors_SN = torch.empty_like(w_KN[start:stop])
         for k in range(start, stop):
             if k % grid.group_size == 0:
-                scale_N, zero_N = grid.fit(w_NK[:, k : k + grid.group_size])
+                scale_N, zero_N = grid.fit(w_KN[k : k + grid.group_size].T)
                 scales.append(scale_N)
                 zeros.append(zero_N)
-            numbers_NK[:, k] = grid.round(w_NK[:, k], scale_N, zero_N)
-            off_N = w_NK[:, k] - (numbers_NK[:, k] - zero_N) * scale_N
-            errors_NS[:, k - start] = off_N / spread_KK[k, k]
-            # To the end of the block, and of a group that begins in it, whose range is taken from these weights.
-            w_NK[:, k:stop] -= errors_NS[:, k - start, None] * spread_KK[k, k:stop]
-        w_NK[:, stop:] -= errors_NS @ spread_KK[start:stop, stop:]
+            numbers_KN[k] = grid.round(w_KN[k], scale_N, zero_N)
+            off_N = w_KN[k] - (numbers_KN[k] - zero_N) * scale_N
+            errors_SN[k - start] = off_N / spread_KK[k, k]
+            w_KN[k:stop].addr_(spread_KK[k, k:stop], errors_SN[k - start], alpha=-1)
+        w_KN[stop:].addmm_(spread_KK[start:stop, stop:].T, errors_SN, alpha=-1)
     back_K = order_K.argsort()
     return Quantized(
-        numbers_NK[:, back_K].to(torch.uint8), torch.stack(scales), torch.stack(zeros), back_K // grid.group_size
+        numbers_KN[back_K].T.to(torch.uint8), torch.stack(scales), torch.stack(zeros), back_K // grid.group_size
     )
 
 

@@ -24,11 +24,11 @@ class Grid:
         return (1 << self.bits) - 1
 
     def fit(self, weight_NS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scale and zero of one group, [N] each, in float32."""
+        """Scale and zero of each group, [N], in float32."""
         if self.symmetric:
-            scale_N = 2 * weight_NS.abs().amax(1) / self.top
+            scale_N = 2 * weight_NS.abs().amax(-1) / self.top
         else:
-            low_N, high_N = weight_NS.amin(1).clamp(max=0), weight_NS.amax(1).clamp(min=0)
+            low_N, high_N = weight_NS.amin(-1).clamp(max=0), weight_NS.amax(-1).clamp(min=0)
             scale_N = (high_N - low_N) / self.top
         scale_N = scale_N.clamp(min=_SMALLEST).half().float()
         if self.symmetric:
@@ -58,15 +58,12 @@ class Quantized:
 
 
 def round_to_nearest(weight_NK: torch.Tensor, grid: Grid) -> Quantized:
-    parts = [(part, *grid.fit(part)) for part in weight_NK.float().split(grid.group_size, dim=1)]
-    numbers = [grid.round(part, scale[:, None], zero[:, None]) for part, scale, zero in parts]
+    """Of whole groups."""
+    weight_NGS = weight_NK.float().unflatten(1, (-1, grid.group_size))
+    scale_NG, zero_NG = grid.fit(weight_NGS)
+    numbers_NGS = grid.round(weight_NGS, scale_NG[:, :, None], zero_NG[:, :, None])
     group_K = torch.arange(weight_NK.shape[1], device=weight_NK.device) // grid.group_size
-    return Quantized(
-        torch.cat(numbers, dim=1).to(torch.uint8),
-        torch.stack([scale for _, scale, _ in parts]),
-        torch.stack([zero for _, _, zero in parts]),
-        group_K,
-    )
+    return Quantized(numbers_NGS.flatten(1).to(torch.uint8), scale_NG.T, zero_NG.T, group_K)
 
 
 def output_square(weight_NK: torch.Tensor, hessian_KK: torch.Tensor) -> torch.Tensor:

@@ -105,15 +105,22 @@ def _dense(module: str, parts: dict[str, torch.Tensor], packing: Packing) -> tor
     for part in PARTS[:3]:
         if part not in parts:
             raise ModelError(f"{module}.{part} is missing beside {', '.join(sorted(parts))}")
+    bits, (rows, columns) = packing.bits, parts["qweight"].shape
+    features, outputs = (rows * 32 // bits, columns) if packing.method == "gptq" else (rows, columns * 32 // bits)
+    group_K = _groups(parts.get("g_idx"), features, packing.group_size)
+    groups, words = int(group_K.max()) + 1, outputs * bits // 32
+    wanted = {
+        "qweight": (features * bits // 32, outputs) if packing.method == "gptq" else (features, words),
+        "qzeros": (groups, words),
+        "scales": (groups, outputs),
+    }
+    found = {part: tuple(parts[part].shape) for part in wanted}
+    if found != wanted or len(group_K) != features:
+        shapes = ", ".join(f"{part} {shape}" for part, shape in found.items())
+        raise ModelError(f"{module}: {shapes} do not belong together in {bits} bits and groups of {packing.group_size}")
     unpack = _gptq_numbers if packing.method == "gptq" else _awq_numbers
     numbers_NK, zeros_GN = unpack(parts["qweight"].numpy(), parts["qzeros"].numpy(), packing)
     scales_GN = parts["scales"].float().numpy()
-    group_K = _groups(parts.get("g_idx"), numbers_NK.shape[1], packing.group_size)
-    if zeros_GN.shape != scales_GN.shape or group_K.max() >= len(scales_GN) or len(group_K) != numbers_NK.shape[1]:
-        raise ModelError(
-            f"{module}: qweight {tuple(parts['qweight'].shape)}, qzeros {tuple(parts['qzeros'].shape)} and scales "
-            f"{scales_GN.shape} do not belong together in groups of {packing.group_size}"
-        )
     weight_NK = (numbers_NK - zeros_GN[group_K].T).astype(np.float32) * scales_GN[group_K].T
     return torch.from_numpy(weight_NK)
 

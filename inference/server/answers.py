@@ -28,6 +28,13 @@ class TokenTexts:
             self._known[token_id] = text
         return text
 
+    def bytes_of(self, token_id: int) -> list[int]:
+        """Those of all tokens together are the text, also where a character is more than one token."""
+        text = self(token_id)
+        if self._tokenizer is not None and "\N{REPLACEMENT CHARACTER}" in text:
+            return list(self._tokenizer.bytes_of(token_id))
+        return list(text.encode())
+
 
 class Answer:
     """One response; `index` counts its choices, n for each prompt."""
@@ -162,8 +169,8 @@ class ChatAnswer(Answer):
         return {"content": content, "refusal": None}
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        text = self._texts(token_id)
-        return {"token": text, "logprob": _sayable(logprob), "bytes": list(text.encode())}
+        bytes_ = self._texts.bytes_of(token_id)
+        return {"token": self._texts(token_id), "logprob": _sayable(logprob), "bytes": bytes_}
 
 
 def _sayable(logprob: float) -> float:

@@ -157,7 +157,7 @@ class CompletionBody(Body):
 
 
 class ChatBody(Body):
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     max_completion_tokens: Count | None = None
@@ -167,6 +167,8 @@ class ChatBody(Body):
     @property
     def plain_messages(self) -> list[dict[str, Any]]:
         """As chat templates want them: content is text, arguments of tool calls are objects. Raises Refusal."""
+        if not self.messages:
+            raise Refusal(400, "messages is empty", param="messages")
         return [_plain_message(message, f"messages[{i}]") for i, message in enumerate(self.messages)]
 
     @property

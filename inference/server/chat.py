@@ -13,7 +13,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from jinja2 import TemplateError
@@ -26,6 +26,7 @@ _TEMPLATE_ERRORS = (
     NotImplementedError,
 )
 Messages = Items[Mapping[str, Any]]
+Tools = Items[Mapping[str, Any]] | None
 MAX_REMEMBERED_TOKENS = 1 << 22  # over all conversations, the least recently used go first; 4 bytes each
 
 
@@ -35,6 +36,7 @@ class ChatPrompt:
     text: str
     """as rendered, up to where the answer begins"""
     token_ids: list[int]
+    warnings: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +56,7 @@ class ChatPrompts:
         self._pasts: OrderedDict[bytes, _Past] = OrderedDict()
         self._num_tokens = 0
 
-    def encode(
-        self, messages: Messages, *, tools: Items[Mapping[str, Any]] | None, options: Mapping[str, Any]
-    ) -> ChatPrompt:
+    def encode(self, messages: Messages, *, tools: Tools, options: Mapping[str, Any]) -> ChatPrompt:
         """Raises Refusal."""
         if not self._tokenizer.has_chat_template:
             raise Refusal(400, "this model has no chat template; use /v1/completions")
@@ -64,21 +64,21 @@ class ChatPrompts:
         if reserved:
             raise Refusal(422, f"chat_template_kwargs may not set {min(reserved)!r}", param="chat_template_kwargs")
         try:
-            text = self._tokenizer.render_chat(
-                messages, **{"tools": tools or None, "add_generation_prompt": True, **options}
-            )
+            text = self._render(messages, tools, options)
         except _TEMPLATE_ERRORS as error:
             reason = (str(error).splitlines() or [""])[0][:200]
             raise Refusal(400, f"the chat template refuses these messages: {reason}", param="messages") from None
         check_length(text, self._tokenizer, self._max_prompt_tokens)
+        hidden = tools and not self._shows_tools(messages, options, text)
+        warnings = ["tools: this model's chat template does not show them to the model"] if hidden else []
         past = self._find(messages, text)
         if past is not None:
             ids = past.token_ids.tolist()
             rest = text[past.num_characters :]
             new = self._tokenizer.encode(rest, special=False)
             if self._follows(ids[-1:], new, rest):
-                return ChatPrompt(messages, text, ids + new)
-        return ChatPrompt(messages, text, self._tokenizer.encode(text, special=False))
+                return ChatPrompt(messages, text, ids + new, warnings)
+        return ChatPrompt(messages, text, self._tokenizer.encode(text, special=False), warnings)
 
     def remember(self, prompt: ChatPrompt, answers: Items[Items[int]]) -> None:
         """Each of `answers` without the id that ended it."""
@@ -86,6 +86,18 @@ class ChatPrompts:
             answer = self._tokenizer.decode(ids)
             if ids and self._tokenizer.decode(ids, skip_special=False) == answer:  # else it is not all in the text
                 self._keep(prompt, answer, ids)
+
+    def _render(self, messages: Messages, tools: Tools, options: Mapping[str, Any]) -> str:
+        return self._tokenizer.render_chat(
+            messages, **{"tools": tools or None, "add_generation_prompt": True, **options}
+        )
+
+    def _shows_tools(self, messages: Messages, options: Mapping[str, Any], text: str) -> bool:
+        """Whether `text`, rendered with tools, is another one without."""
+        try:
+            return self._render(messages, None, options) != text
+        except _TEMPLATE_ERRORS:  # a template that cannot do without tools reads them
+            return True
 
     def _keep(self, prompt: ChatPrompt, answer: str, ids: Items[int]) -> None:
         key = _keys([*prompt.messages, {"role": "assistant", "content": answer}])[-1]

@@ -71,6 +71,7 @@ class Completions:
         prompts = body.prompts
         with self._admitted(len(prompts) * params.n):
             encoded = [await self._encode(partial(self._encode_text, p)) if isinstance(p, str) else p for p in prompts]
+        wanted.warnings.extend(self._cuts(body.max_tokens, encoded))
         seconds = deadline_seconds(body, self._options.request_seconds)
         await self._answer(Work(encoded, params, wanted, seconds, CompletionAnswer), scope, receive, send)
 
@@ -85,8 +86,17 @@ class Completions:
         with self._admitted(params.n):
             options = body.chat_template_kwargs or {}
             prompt = await self._encode(partial(self._chats.encode, messages, tools=body.plain_tools, options=options))
+        wanted.warnings.extend([*prompt.warnings, *self._cuts(body.max_tokens, [prompt.token_ids])])
         seconds = deadline_seconds(body, self._options.request_seconds)
         await self._answer(Work([prompt.token_ids], params, wanted, seconds, ChatAnswer, prompt), scope, receive, send)
+
+    def _cuts(self, max_tokens: int | None, prompts: list[list[int]]) -> list[str]:
+        """What to warn of when the context ends before the tokens that were asked for."""
+        limit, longest = self._generations.engine.max_model_len, max(map(len, prompts))
+        if max_tokens is None or longest + max_tokens <= limit:
+            return []
+        left = f"a prompt of {longest} tokens leaves {limit - longest} of this server's {limit}"
+        return [f"max_tokens = {max_tokens} is cut: {left}"]
 
     def _check_model(self, model: str | None) -> None:
         if model is not None and model != self._model:

@@ -62,7 +62,7 @@ class Connection(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._stall_timer = self.loop.call_later(STALL_SECONDS, self.transport.abort)
+        self._expect_reading()
 
     def resume_writing(self) -> None:
         if self._stall_timer is not None:
@@ -74,6 +74,18 @@ class Connection(HttpToolsProtocol):
             self._head_timer.cancel()
         self._head_bytes = 0
         self._head_timer = self.loop.call_later(HEAD_SECONDS, self.transport.abort)
+
+    def _expect_reading(self) -> None:
+        """For as long as the answer waits for its reader, and he takes some of it each time."""
+        waiting = self.transport.get_write_buffer_size()
+
+        def look() -> None:
+            if self.transport.get_write_buffer_size() < waiting:
+                self._expect_reading()
+            else:
+                self.transport.abort()
+
+        self._stall_timer = self.loop.call_later(STALL_SECONDS, look)
 
     def _disarm(self) -> None:
         for timer in (self._head_timer, self._stall_timer):

@@ -76,6 +76,8 @@ class Generations:
         self._on_end = on_end
         self._loop = asyncio.get_running_loop()
         self._ids = itertools.count()
+        self._over: str | None = None
+        """why no request is taken any more"""
         self._open: dict[str, Generation] = {}
         self._streamed: set[Generation] = set()
         # The engine's thread alone:
@@ -88,7 +90,9 @@ class Generations:
     def start(
         self, prompt: list[int], params: SamplingParams, *, bell: asyncio.Event, streamed: bool = False
     ) -> Generation:
-        """Raises ValueError for what can never run, WorkerError when the engine is gone."""
+        """Raises ValueError for what can never run, WorkerError when the engine is gone or this has ended."""
+        if self._over is not None:
+            raise WorkerError(self._over)
         self.engine.check(prompt, params)
         generation = Generation(self, str(next(self._ids)), prompt, params, bell)
 
@@ -108,6 +112,12 @@ class Generations:
         """Raises WorkerError when the engine failed."""
         if self.thread.failure is not None:
             raise self.thread.failure
+
+    def end(self, reason: str) -> None:
+        """All requests end with what they have, and none is taken any more."""
+        self._over = reason
+        for generation in self._open.values():
+            generation.expire(reason)
 
     def close(self) -> None:
         """Stops the engine; whoever still waits gets a WorkerError."""

@@ -1,5 +1,6 @@
 """`olmorl serve`: load the model, listen, and stop gracefully."""
 
+import asyncio
 import contextlib
 import logging
 import resource
@@ -22,11 +23,12 @@ from olmorl.contract.generation import EngineConfig, SamplingParams
 log = logging.getLogger(__name__)
 
 KEEP_ALIVE_SECONDS = 75
+LAST_SECONDS = 5.0  # in which clients are to read how their request ended
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def serve(config: EngineConfig, options: ServerOptions) -> None:
-    """Until SIGTERM or Ctrl-C: then no new request is taken, running ones end, a second signal ends them at once."""
+    """Until SIGTERM or Ctrl-C: see `HttpServer`."""
     listener = _bind(options)
     with contextlib.closing(listener):
         _raise_file_limit()
@@ -46,7 +48,11 @@ def warm_up(engine: Engine) -> None:
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn with our connections. It drains on a signal, or when `should_exit` is set."""
+    """uvicorn with our connections. It drains on a signal, or when `should_exit` is set.
+
+    Then no new request is taken, and running ones go on: for `drain_seconds`, or until a second signal. What is left of
+    them ends with what it has.
+    """
 
     def __init__(self, server: Server, *, on_start: str) -> None:
         super().__init__(
@@ -59,19 +65,21 @@ class HttpServer(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,
-                timeout_graceful_shutdown=max(1, round(server.options.drain_seconds)),
             )
         )
+        self._server = server
         self._on_start = on_start
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
-        print(self._on_start, file=sys.stderr, flush=True)
+        if not self.should_exit:
+            print(self._on_start, file=sys.stderr, flush=True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        drained = self._loop.call_later(self._server.options.drain_seconds, self._end_requests)
         await super().shutdown(sockets)
-        if self.force_exit:  # which leaves the application as it is
-            await self.lifespan.shutdown()
+        drained.cancel()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -88,10 +96,18 @@ class HttpServer(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:
-            self.force_exit = True
+            self._loop.call_soon_threadsafe(self._end_requests)
         else:
             print("draining: running requests end, no new ones are taken", file=sys.stderr, flush=True)
         self.should_exit = True
+
+    def _end_requests(self) -> None:
+        self._server.generations.end("the server is stopped")
+        self._loop.call_later(LAST_SECONDS, self._cut_off)
+
+    def _cut_off(self) -> None:
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
 
 
 def _bind(options: ServerOptions) -> socket.socket:

@@ -11,7 +11,7 @@ from inference.speculative.speculation import Speculation
 from inference.speculative.suffix_index import MOST_TOKENS, SuffixIndex
 
 _LEAST = 0.2  # probability below which a guess is not worth its place in a step
-_KEPT_TOKENS = 1 << 17  # in the indices of prompts that nobody works on
+_KEPT_TOKENS = 1 << 17  # of texts of prompts that nobody works on
 
 
 @dataclass(slots=True)
@@ -28,21 +28,31 @@ class _Drafting:
 
 @dataclass(slots=True)
 class _PromptTexts:
-    index: SuffixIndex = field(default_factory=SuffixIndex)
+    index: SuffixIndex
     open_requests: int = 0
+    num_tokens: int = 0
+    """of the texts of requests that are closed"""
 
 
 class SuffixDrafts(Speculation):
     def __init__(self, *, max_draft: int, step_tokens: int) -> None:
         super().__init__(max_draft=max_draft, step_tokens=step_tokens)
-        self._texts: dict[bytes, _PromptTexts] = {}
-        """by prompt; the one that was closed last comes last"""
+        self._open: dict[bytes, _PromptTexts] = {}
+        """by prompt"""
+        self._idle: dict[bytes, _PromptTexts] = {}
+        """of prompts that nobody works on; the one that was closed last comes last"""
+        self._idle_tokens = 0
 
     def open(self, request: Request) -> None:
-        texts = self._texts.setdefault(_key(request), _PromptTexts())
+        key = _key(request)
+        if key not in self._open:
+            new = _PromptTexts(SuffixIndex(len(request.prompt)))
+            self._open[key] = self._idle.pop(key, new)
+            self._idle_tokens -= self._open[key].num_tokens
+        texts = self._open[key]
         texts.open_requests += 1
-        if texts.index.num_indexed >= MOST_TOKENS:  # a prompt that is asked again and again
-            texts.index = SuffixIndex()
+        if texts.num_tokens >= MOST_TOKENS:  # a prompt that is asked again and again
+            texts.index, texts.num_tokens = SuffixIndex(len(request.prompt)), 0
         for sequence in request.sequences:
             sequence.drafting = _Drafting(texts.index, texts.index.add(sequence.token_ids))
 
@@ -50,16 +60,14 @@ class SuffixDrafts(Speculation):
         """Its texts stay for a while."""
         super().close(request)
         key = _key(request)
-        texts = self._texts.pop(key)
+        texts = self._open[key]
         texts.open_requests -= 1
-        self._texts[key] = texts
-        idle = [(k, t.index.num_indexed) for k, t in self._texts.items() if not t.open_requests]
-        kept = sum(tokens for _, tokens in idle)
-        for key, tokens in idle:
-            if kept <= _KEPT_TOKENS:
-                break
-            del self._texts[key]
-            kept -= tokens
+        texts.num_tokens += sum(len(sequence.token_ids) for sequence in request.sequences)
+        if not texts.open_requests:
+            self._idle[key] = self._open.pop(key)
+            self._idle_tokens += texts.num_tokens
+        while self._idle_tokens > _KEPT_TOKENS:
+            self._idle_tokens -= self._idle.pop(next(iter(self._idle))).num_tokens
 
     def draft(self, sequence: Sequence, most: int) -> list[int]:
         drafting: _Drafting = sequence.drafting

@@ -15,13 +15,15 @@ Place = tuple[int, int]
 
 
 class SuffixIndex:
-    def __init__(self) -> None:
+    def __init__(self, shared: int = 0) -> None:
+        """`shared`: leading tokens that all texts have in common, and that one alone brings in."""
+        self._shared = shared
         self.texts: list[list[int]] = []
         """they grow outside, and only at their ends"""
         self._latest: dict[tuple[int, ...], Place] = {}
         """by the `ORDER` tokens before it"""
         self._earlier: list[list[Place | None]] = []
-        """of each text, from its token `ORDER` on: the place before it with the same tokens before"""
+        """of each text, from its first token that was brought in on: the place before it with the same tokens before"""
         self.num_indexed = 0
 
     def add(self, text: list[int]) -> int:
@@ -40,7 +42,7 @@ class SuffixIndex:
         best, longest = None, 0
         place = self._latest.get(tuple(text[end - ORDER :]))
         if place == (number, end):
-            place = self._earlier[number][end - ORDER]
+            place = self._earlier[number][end - self._first(number)]
         for _ in range(_CANDIDATES):
             if place is None:
                 break
@@ -50,22 +52,27 @@ class SuffixIndex:
                 best, longest = place, matched
                 if matched == _LONGEST:
                     break
-            place = self._earlier[source][at - ORDER]
+            place = self._earlier[source][at - self._first(source)]
         if best is None:
             return [], 0
         source, at = best
+        if at < self._shared:  # that stands in every text
+            source = number
         following = self.texts[source][at : at + most]
         if source == number:  # what is copied may itself be what is to follow: a loop goes on
             while len(following) < most:
                 following += following[: most - len(following)]
         return following, longest
 
+    def _first(self, number: int) -> int:
+        return max(ORDER, self._shared) if number else ORDER
+
     def _catch_up(self, asked: int) -> None:
         latest = self._latest
         for number, (text, earlier) in enumerate(zip(self.texts, self._earlier, strict=True)):
             if number != asked and self.num_indexed >= MOST_TOKENS:
                 continue
-            begin = ORDER + len(earlier)
+            begin = self._first(number) + len(earlier)
             for at in range(begin, len(text) + 1):
                 key = tuple(text[at - ORDER : at])
                 earlier.append(latest.get(key))

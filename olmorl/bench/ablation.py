@@ -34,7 +34,7 @@ MEAN_OF_LONGEST = 14628 / 32768  # of OLMo 3's responses
 OVERSAMPLING = 3  # of the baseline, as DAPO has it
 ENDLESS = 1 << 30  # steps: a row ends by the clock
 ROWS_OF_DATA = 4096
-SIZE = ModelSize(hidden_size=256, intermediate_size=768, num_layers=3, num_heads=4, num_kv_heads=2, vocab_size=1024)
+SIZE = ModelSize(hidden_size=128, intermediate_size=384, num_layers=3, num_heads=4, num_kv_heads=2, vocab_size=1024)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,15 +89,19 @@ class AblationLoad:
             zero_variance=self.zero_variance,
         )
 
+    def write(self, folder: Path) -> None:
+        """Model and data, if they are not there."""
+        folder.mkdir(parents=True, exist_ok=True)
+        if not (folder / "model").exists():
+            write_model(folder / "model", self.size, max_tokens=2 * (self.prompt_tokens + self.longest))
+        data, samples = folder / "load.jsonl", self.samples_per_prompt
+        write_rows(data, self.drawn(), rows=ROWS_OF_DATA, samples_per_prompt=samples, seed=self.seed)
+
     def settings(self, folder: Path) -> list[str]:
-        """Of the runs; makes model and data in `folder` if they are not there."""
-        model, data = folder / "model", folder / "load.jsonl"
-        if not model.exists():
-            write_model(model, self.size, max_tokens=2 * (self.prompt_tokens + self.longest))
-        write_rows(data, self.drawn(), rows=ROWS_OF_DATA, samples_per_prompt=self.samples_per_prompt, seed=self.seed)
+        """Of the runs on what was written to `folder`."""
         return [
-            f"model.path={model}",
-            f'data.train={{path = "{data}", lengths_column = "{LENGTHS_COLUMN}"}}',
+            f"model.path={folder / 'model'}",
+            f'data.train={{path = "{folder / "load.jsonl"}", lengths_column = "{LENGTHS_COLUMN}"}}',
             "data.shuffle=false",
             f"reward.verifier={VERIFIER}",
             f"run.seed={self.seed}",
@@ -158,24 +162,24 @@ def bench_ablation(
     it the load is drawn.
 
     Raises:
-        ConfigError: `folder` holds measurements of another load.
+        ConfigError: `folder` holds measurements of another load, or a row's settings are none of a run.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    _same_load(folder, {"load": asdict(load), "config": str(config), "overrides": list(overrides)})
     shared = [*([] if config is not None else load.settings(folder)), *run_settings(folder, load), *overrides]
     plan = switches(load.async_steps)
+
+    def settled(number: int, repeat: int) -> Config:
+        laid = [setting for switch in plan[: number + 1] for setting in switch.settings]
+        return load_config(config, [*shared, *laid, f"run.name=row_{number}_{repeat}"])
+
+    configs = [settled(number, 0) for number in range(len(plan))]
+    _same_load(folder, load, configs[0])
+    if config is None:
+        load.write(folder)
     measured: list[list[RunFigures]] = [[] for _ in plan]
-    configs: list[Config] = []
     for repeat in range(load.repeats):  # rows take turns, so that a machine that changes does so for all
-        laid: list[str] = []
         for number, switch in enumerate(plan):
-            laid += switch.settings
-            name = f"row_{number}_{repeat}"
-            settled = load_config(config, [*shared, *laid, f"run.name={name}"])
             progress(f"{switch.name}, {repeat + 1} of {load.repeats}")
-            measured[number].append(measure(settled, load))
-            if repeat == 0:
-                configs.append(settled)
+            measured[number].append(measure(settled(number, repeat), load))
     rows = to_rows([switch.name for switch in plan], measured)
     progress("what the planner says")
     drawn = load.drawn() if config is None else None
@@ -185,8 +189,8 @@ def bench_ablation(
         folder=folder,
         quantizations=sorted({c.inference.quantization for c in configs if c.inference.quantization}),
     )
-    for row, settled in zip(rows, configs, strict=True):
-        _predict(row, settled, found, baseline=measured[0][0], drawn=drawn)
+    for row, of_row in zip(rows, configs, strict=True):
+        _predict(row, of_row, found, baseline=measured[0][0], drawn=drawn)
     return {
         "rows": [asdict(row) for row in rows],
         "load": asdict(load) | {"config": None if config is None else str(config)},
@@ -204,14 +208,18 @@ def run_settings(folder: Path, load: AblationLoad) -> list[str]:
         f"inference.threads={load.threads}",
         f"learner.threads={load.threads}",
         "logging.console=false",
+        "logging.rollouts=true",  # what a run was given is read from there
         "logging.wandb=disabled",
     ]
 
 
-def _same_load(folder: Path, said: dict[str, Any]) -> None:
+def _same_load(folder: Path, load: AblationLoad, first: Config) -> None:
+    """Whatever the settings came from: those of the first row are kept, and compared."""
+    folder.mkdir(parents=True, exist_ok=True)
     file = folder / "ablation.json"
-    said["load"].pop("repeats")  # more of them may be added
-    text = json.dumps(said, indent=1, default=str) + "\n"
+    measured = asdict(load)
+    del measured["repeats"]  # more of them may be added
+    text = json.dumps({"load": measured, "settings": first.model_dump(mode="json")}, indent=1) + "\n"
     if file.exists() and file.read_text() != text:
         raise ConfigError(f"{folder} holds measurements of another load ({file}); give another folder, or remove it")
     file.write_text(text)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from olmorl.contract.errors import ConfigError
 from olmorl.contract.generation import SamplingParams
+from olmorl.metrics.rollout_log import read_rollouts, rollout_files
 
 if TYPE_CHECKING:
     from inference.llm import LLM
@@ -50,6 +51,15 @@ class Spent:
 
 
 def read_workload(path: Path) -> list[Group]:
+    """A JSON file, or the samples of the last step of a run."""
+    if path.is_dir():
+        found: dict[tuple[float, str], Group] = {}
+        for row in read_rollouts(rollout_files(path)[-1]):
+            prompt = row.prompt_token_ids.tolist()
+            found.setdefault((row.t_admitted, row.prompt_id), Group(prompt, [])).lengths.append(
+                max(1, len(row.token_ids))
+            )
+        return list(found.values())
     try:
         entries = json.loads(path.read_text())
     except (OSError, ValueError) as error:

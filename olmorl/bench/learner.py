@@ -16,6 +16,7 @@ import numpy as np
 from learner.pack import pack
 from olmorl.contract.errors import ConfigError
 from olmorl.contract.training import LearnerConfig, RankBatch, StepReport, TrainSample
+from olmorl.metrics.rollout_log import read_rollouts, rollout_files
 
 if TYPE_CHECKING:
     from learner.worker import LearnerWorker
@@ -24,6 +25,12 @@ _KEYS = ("prompt", "tokens", "advantage", "logprobs")
 
 
 def read_batch(path: Path) -> list[TrainSample]:
+    """A JSON file, or what the last step of a run trained."""
+    if path.is_dir():
+        rows = [row for row in read_rollouts(rollout_files(path)[-1]) if row.fate == "trained"]
+        if not rows:
+            raise ConfigError(f"the last step of {path} trained nothing that is written down")
+        return [_train_sample(row.prompt_token_ids, row.token_ids, row.logprobs, row.advantage or 0.0) for row in rows]
     try:
         entries = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -45,6 +52,10 @@ def _sample(entry: Any, where: str) -> TrainSample:
     if len(prompt) == 0 or len(logprobs) != len(tokens):
         raise ConfigError(f"{where} has {len(prompt)} prompt tokens (at least 1), {len(tokens)} tokens and "
                           f"{len(logprobs)} logprobs (as many)")  # fmt: skip
+    return _train_sample(prompt, tokens, logprobs, advantage)
+
+
+def _train_sample(prompt: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray, advantage: float) -> TrainSample:
     return TrainSample(
         prompt_token_ids=prompt,
         token_ids=tokens,

@@ -40,7 +40,7 @@ def bench_plan_check(folder: Path, *, load: AblationLoad, progress: Callable[[st
     for kind in KINDS:
         of_kind = replace(load, **kind.load)
         files = folder / f"load_{kind.name}"
-        files.mkdir(exist_ok=True)
+        of_kind.write(files)
         settings = [*of_kind.settings(files), *run_settings(folder, of_kind), *kind.settings, f"run.name={kind.name}"]
         configs.append(load_config(None, settings))
         progress(kind.name)

@@ -6,7 +6,8 @@ perplexity is that of the rest, against the model as it was.
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,8 +15,9 @@ import numpy as np
 
 from olmorl.config.data_sections import SourceSection
 from olmorl.contract.errors import ConfigError
-from olmorl.contract.generation import SamplingParams
+from olmorl.contract.generation import Quantization, SamplingParams
 from olmorl.data.tokenizer import PromptEncoder, load_tokenizer
+from olmorl.metrics.duration import duration
 from olmorl.rollouts.prompt_reader import PromptReader
 
 if TYPE_CHECKING:
@@ -35,7 +37,8 @@ class QuantizeJob:
     out: Path
     method: Literal["gptq", "awq"]
     bits: int
-    group_size: int
+    group_size: int | None
+    """None: 128, or what there is of it that divides the matrices"""
     desc_act: bool
     max_prompt_tokens: int
     max_tokens: int
@@ -64,34 +67,52 @@ class Width:
 def quantize(job: QuantizeJob, say: Say) -> dict[str, Any]:
     """Writes the checkpoint; layers, widths and perplexities for the report."""
     from inference.llm import LLM
-    from inference.quantization.calibrate import quantize_layers
-    from inference.quantization.checkpoint import check_shapes, packing_of, write_checkpoint
+    from inference.model.architecture import read_architecture
+    from inference.model.load import resolve_folder
+    from inference.quantization.calibrate import PROJECTIONS, quantize_layers
+    from inference.quantization.checkpoint import (
+        check_shapes,
+        largest_group,
+        packing_of,
+        stored_dtype,
+        write_checkpoint,
+    )
     from inference.quantization.grid import Grid
 
-    grid = Grid(job.bits, job.group_size, symmetric=job.method == "gptq")
+    folder = resolve_folder(job.model)
+    arch = read_architecture(folder)
+    group_size = job.group_size or largest_group(arch)
+    grid = Grid(job.bits, group_size, symmetric=job.method == "gptq")
     packing = packing_of(job.method, grid)
-    if job.out.exists() and any(job.out.iterdir()):
-        raise ConfigError(f"{job.out} is not empty; give another --out")
+    check_shapes(arch, packing)
+    if job.out.exists() and (job.out.is_file() or any(job.out.iterdir())):
+        raise ConfigError(f"{job.out} is no empty folder; give another --out")
     llm = LLM(job.model)
-    check_shapes(llm.engine.decoder, packing)
-    calibration, held_out = _sequences(job, llm)
-    say(f"{sum(map(len, calibration)):,} tokens to calibrate, {sum(map(len, held_out)):,} held out")
+    calibration, held_out = _sequences(job, llm, say)
+    say(
+        f"{sum(map(len, calibration)):,} tokens to calibrate, {sum(map(len, held_out)):,} held out; groups of "
+        f"{group_size} inputs"
+    )
     perplexity = _perplexity(llm, held_out)
-    decoder, folder = _fresh(llm), llm.engine.folder
+    decoder = _fresh(llm)
     modules: dict[str, Quantized] = {}
     reports: list[MatrixReport] = []
+    started, count = time.monotonic(), len(PROJECTIONS) * len(decoder.layers)
     for matrix in quantize_layers(decoder, calibration, method=job.method, grid=grid, desc_act=job.desc_act):
         modules |= matrix.modules
         reports.append(matrix.report)
-        say(f"{matrix.report.name}: {matrix.report.error:.4f}, to nearest {matrix.report.nearest_error:.4f}")
+        left = (time.monotonic() - started) / len(reports) * (count - len(reports))
+        error, nearest = matrix.report.error, matrix.report.nearest_error
+        say(f"{matrix.report.name}: {error:.4f}, to nearest {nearest:.4f} · {duration(left)} left")
     size = write_checkpoint(job.out, folder, decoder, modules, packing, desc_act=job.desc_act)
     found = _perplexity(LLM(job.out), held_out)
-    widths = [row for bits in job.widths for row in _compare(job, llm, calibration, held_out, bits, say)]
+    grids = [Grid(bits, group_size, symmetric=True) for bits in job.widths]
+    widths = [row for grid in grids for row in _compare(job, llm, calibration, held_out, grid, say)]
     return {
         "model": job.model,
         "checkpoint": str(job.out),
         "bytes": size,
-        "dense_bytes": sum(spec.num_bytes for spec in llm.engine.decoder.specs),
+        "dense_bytes": llm.engine.decoder.num_parameters * stored_dtype(folder).itemsize,
         "perplexity": found,
         "dense_perplexity": perplexity,
         "matrices": [asdict(report) for report in reports],
@@ -99,13 +120,14 @@ def quantize(job: QuantizeJob, say: Say) -> dict[str, Any]:
     }
 
 
-def _sequences(job: QuantizeJob, llm: "LLM") -> tuple[list[np.ndarray], list[np.ndarray]]:
+def _sequences(job: QuantizeJob, llm: "LLM", say: Say) -> tuple[list[np.ndarray], list[np.ndarray]]:
     encoder = PromptEncoder(load_tokenizer(job.model))
     reader = PromptReader(
         job.prompts, encoder=encoder, max_prompt_tokens=job.max_prompt_tokens, verifiers=None, scored=False
     )
     prompts = [list(map(int, prompt.token_ids)) for prompt in reader]
     if job.max_tokens:
+        say(f"{len(prompts):,} prompts; up to {job.max_tokens:,} tokens are sampled behind each")
         outputs = llm.generate(prompts, SamplingParams(max_tokens=job.max_tokens, seed=job.seed))
         prompts = [out.prompt_token_ids + out.samples[0].token_ids for out in outputs]
     whole = [np.array(ids, np.int64) for ids in prompts if len(ids) > 1]
@@ -130,57 +152,58 @@ def _fresh(llm: "LLM") -> Any:
 
 
 def _compare(
-    job: QuantizeJob, llm: "LLM", calibration: list[np.ndarray], held_out: list[np.ndarray], bits: int, say: Say
+    job: QuantizeJob, llm: "LLM", calibration: list[np.ndarray], held_out: list[np.ndarray], grid: "Grid", say: Say
 ) -> list[Width]:
-    """Rounded to nearest and by both methods, at one width. `llm` serves for scoring: its weights are replaced."""
+    """Rounded to nearest and by both methods, at the width of `grid`. `llm` serves for scoring: its weights are
+    replaced."""
     from inference.quantization.calibrate import Method, quantize_layers
-    from inference.quantization.grid import Grid
+    from inference.quantization.checkpoint import stored_dtype
 
     rows = []
-    speed, computed_as = _speed(job, bits)
+    quantization: Quantization | None = {8: "int8", 4: "int4"}.get(grid.bits)  # type: ignore[assignment]
     methods: tuple[Method, ...] = ("nearest", "gptq", "awq")
     for method in methods:
-        grid = Grid(bits, job.group_size, symmetric=method == "gptq")
         decoder = _fresh(llm)
+        own = replace(grid, symmetric=method == "gptq")
         reports: list[MatrixReport] = [
             matrix.report
-            for matrix in quantize_layers(decoder, calibration, method=method, grid=grid, desc_act=job.desc_act)
+            for matrix in quantize_layers(decoder, calibration, method=method, grid=own, desc_act=job.desc_act)
         ]
         llm.update_weights(decoder.tensors.items(), version=llm.engine.version + 1)
         row = Width(
-            bits=bits,
+            bits=grid.bits,
             method=method,
-            size_bytes=_size(decoder, grid),
+            size_bytes=_size(decoder, grid, stored_dtype(llm.engine.folder).itemsize),
             error=float(np.mean([report.error for report in reports])),
             perplexity=_perplexity(llm, held_out),
-            tokens_per_second=speed,
-            computed_as=computed_as,
+            tokens_per_second=_speed(job.model, quantization),
+            computed_as=quantization or "dense float32",
         )
-        say(f"{bits} bits, {method}: perplexity {row.perplexity:.3f}, error {row.error:.4f}")
+        say(f"{row.bits} bits, {method}: perplexity {row.perplexity:.3f}, error {row.error:.4f}")
         rows.append(row)
     return rows
 
 
-def _size(decoder: Any, grid: "Grid") -> int:
-    """Numbers in `bits`, a float16 scale and a zero in `bits` for each group; the rest as it is."""
+def _size(decoder: Any, grid: "Grid", dense_bytes: int) -> int:
+    """Numbers in `bits`, a float16 scale and a zero in `bits` for each group; of the rest `dense_bytes` a number."""
     total = 0
     for name, tensor in decoder.tensors.items():
         if name.endswith("_proj.weight"):
-            groups = len(tensor) * -(-tensor.shape[1] // grid.group_size)
+            groups = tensor.numel() // grid.group_size
             total += (tensor.numel() * grid.bits + groups * (16 + grid.bits)) // 8
         else:
-            total += tensor.nbytes
+            total += tensor.numel() * dense_bytes
     return total
 
 
-def _speed(job: QuantizeJob, bits: int) -> tuple[float, str]:
+@cache
+def _speed(model: str, quantization: "Quantization | None") -> float:
     """Tokens a second of `_SPEED_SAMPLES` samples of one prompt, behind a warm-up."""
     from inference.llm import LLM
 
-    quantization = {8: "int8", 4: "int4"}.get(bits)
-    llm = LLM(job.model, quantization=quantization, max_num_seqs=_SPEED_SAMPLES, kv_cache_tokens=4096)
+    llm = LLM(model, quantization=quantization, max_num_seqs=_SPEED_SAMPLES, kv_cache_tokens=4096)
     params = SamplingParams(n=_SPEED_SAMPLES, max_tokens=_SPEED_TOKENS, ignore_eos=True, seed=0)
     llm.generate([[1, 2, 3]], params)
     started = time.perf_counter()
     llm.generate([[3, 2, 1]], params)
-    return _SPEED_SAMPLES * _SPEED_TOKENS / (time.perf_counter() - started), quantization or "dense float32"
+    return _SPEED_SAMPLES * _SPEED_TOKENS / (time.perf_counter() - started)

@@ -20,7 +20,9 @@ def bench_engine(
     *,
     engine: dict[str, Any],
     model: Annotated[str, typer.Option(help="Hugging Face folder or hub id.")],
-    workload: Annotated[Path, typer.Option(help='JSON list of {"prompt": [ids], "max_tokens": n, "group": g}.')],
+    workload: Annotated[
+        Path, typer.Option(help='Run directory, or JSON list of {"prompt": [ids], "max_tokens": n, "group": g}.')
+    ],
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the figures here.")] = None,
     published: Annotated[
         bool, typer.Option("--as-reported", help="Also MFU and MBU by the constants of OLMo 3's ablation.")
@@ -43,7 +45,10 @@ def bench_engine(
 def learner(
     model: Annotated[str, typer.Option(help="Hugging Face folder or hub id.")],
     batch: Annotated[
-        Path, typer.Option(help='JSON list of {"prompt": [ids], "tokens": [ids], "advantage": a, "logprobs": [...]}.')
+        Path,
+        typer.Option(
+            help='Run directory, or JSON list of {"prompt": [ids], "tokens": [ids], "advantage": a, "logprobs": [...]}.'
+        ),
     ],
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the figures here.")] = None,
     dtype: str = "float32",

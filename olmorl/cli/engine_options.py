@@ -71,14 +71,12 @@ def with_engine_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _resolved(engine: dict[str, Any]) -> dict[str, Any]:
-    """With the device and dtype that `auto` stands for on this machine."""
+    """With the device that `auto` stands for on this machine."""
     from olmorl.controller.placement import count_gpus
 
-    device, dtype = engine["device"], engine["dtype"]
+    device = engine["device"]
     if device == "auto":
         device = "cuda" if count_gpus() else "cpu"
     if device not in ("cpu", "cuda"):
         raise ConfigError(f"--device is {device!r}; it must be auto, cpu or cuda")
-    if dtype == "auto":
-        dtype = "bfloat16" if device == "cuda" else "float32"
-    return engine | {"device": device, "dtype": dtype}
+    return engine | {"device": device}

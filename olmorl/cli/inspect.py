@@ -11,11 +11,13 @@ from rich.text import Text
 
 from olmorl.contract.errors import ConfigError
 from olmorl.dashboard.run_data import RunData
-from olmorl.dashboard.samples import step_groups
+from olmorl.dashboard.samples import read_group, step_groups
 
 _LIKELY = ((-0.1, ""), (-0.7, "yellow"), (-2.0, "dark_orange"), (float("-inf"), "bold red"))
 _RATIO = ((2.0, "bold red"), (1.25, "dark_orange"), (1.05, "yellow"), (1 / 1.05, ""), (0.8, "cyan"), (0.5, "blue"))
 _VERSIONS = ("", "cyan", "magenta", "green", "yellow", "blue")
+_CONTROLS = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
+_CONTROLS |= {0x7F: 0x2421, **dict.fromkeys(range(0x80, 0xA0), 0xFFFD)}
 
 
 def inspect(directory: Path, *, step: int | None, prompt: str | None, colour: str, limit: int) -> None:
@@ -36,7 +38,7 @@ def inspect(directory: Path, *, step: int | None, prompt: str | None, colour: st
             if shown == limit:
                 console.print(f"… more; --limit {2 * limit} shows them")
                 return
-            _show(console, group, step=number, colour=colours(colour))
+            _show(console, read_group(run, number, group["prompt_id"]), step=number, colour=colours(colour))
             shown += 1
     if not shown:
         raise ConfigError(
@@ -44,33 +46,40 @@ def inspect(directory: Path, *, step: int | None, prompt: str | None, colour: st
         )
 
 
+def printable(text: str) -> str:
+    """With pictures in place of control characters: a model may write what a terminal would obey."""
+    return text.translate(_CONTROLS)
+
+
 def _show(console: Console, group: dict[str, Any], *, step: int, colour: Callable[[dict[str, Any], int], str]) -> None:
     mean = "unscored" if group["mean_reward"] is None else f"mean reward {group['mean_reward']:.3f}"
-    source = f" · {group['source']}" if group["source"] else ""
-    console.rule(f"step {step} · {group['prompt_id']}{source} · {mean}")
-    console.print(group["prompt"], markup=False, style="dim")
+    source = f" · {printable(group['source'])}" if group["source"] else ""
+    console.rule(Text(f"step {step} · {group['prompt_id']}{source} · {mean}"))
+    console.print(printable(group["prompt"]), markup=False, style="dim")
     if group["ground_truth"]:
-        console.print(f"ground truth: {group['ground_truth']}", markup=False, style="dim")
+        console.print(f"ground truth: {printable(group['ground_truth'])}", markup=False, style="dim")
     console.print(Columns([_panel(sample, colour) for sample in group["samples"]], equal=True, expand=True))
 
 
 def _panel(sample: dict[str, Any], colour: Callable[[dict[str, Any], int], str]) -> Panel:
-    text = Text()
-    for at, piece in enumerate(sample["tokens"]):
-        text.append(piece, style=colour(sample, at))
     reward = sample["verdict"] if sample["reward"] is None else f"reward {sample['reward']:g}"
-    facts = [reward, sample["fate"], sample["finish_reason"], f"{len(sample['tokens'])} tokens"]
-    if sample["advantage"] is not None:
-        facts.insert(1, f"advantage {sample['advantage']:+.2f}")
+    advantage = None if sample["advantage"] is None else f"advantage {sample['advantage']:+.2f}"
+    facts = [reward, advantage, sample["fate"], sample["finish_reason"], f"{len(sample['tokens'])} tokens"]
+    text = Text.assemble((" · ".join(fact for fact in facts if fact), "dim"), "\n")
+    for at, piece in enumerate(sample["tokens"]):
+        text.append(printable(piece), style=colour(sample, at))
     if sample["detail"]:
-        text.append(f"\n{sample['detail']}", style="dim italic")
-    title = f"#{sample['sample']} · {sample['rollout_id']}"
-    return Panel(text, title=title, subtitle=" · ".join(str(f) for f in facts if f), title_align="left")
+        text.append(f"\n{printable(sample['detail'])}", style="dim italic")
+    title = Text(f"#{sample['sample']} · {sample['rollout_id']}")
+    return Panel(text, title=title, title_align="left")
 
 
 def colours(colour: str) -> Callable[[dict[str, Any], int], str]:
     def by_logprob(sample: dict[str, Any], at: int) -> str:
-        return next(style for least, style in _LIKELY if sample["logprobs"][at] >= least)
+        logprob = sample["logprobs"][at]
+        if logprob is None:
+            return "bold red"
+        return next(style for least, style in _LIKELY if logprob >= least)
 
     def by_version(sample: dict[str, Any], at: int) -> str:
         return _VERSIONS[(sample["versions"][at] - sample["versions"][0]) % len(_VERSIONS)]

@@ -11,7 +11,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from olmorl.config.load import load_config
-from olmorl.planner.plan import Plan, Question, as_json, explain, plans, sensitivity
+from olmorl.planner.plan import Plan, Question, as_json, explain, factors, plans, sensitivity
 from olmorl.planner.question import question_of
 from olmorl.planner.split import as_overrides, given
 
@@ -63,18 +63,30 @@ def plan(
     )
     for change, effect in changes.items():
         console.print(f"  {change}: {effect:+.0%} trained tokens/s")
-    apart = ["inference.gpu_share=1", "learner.gpu_share=1"] if config.shares_gpu and not as_given else []
-    command = shlex.join(["olmorl", "train", str(config_path), *overrides, *as_overrides(found[0]), *apart])
+    told = (
+        f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in factors(question).items()
+    )
+    console.print(f"by these factors: {', '.join(told)}", highlight=False)
+    apart = ["inference.gpu_share=1", "learner.gpu_share=1"] if config.shares_gpu else []
+    settings = [] if as_given else [*as_overrides(found[0]), *apart]
+    command = shlex.join(["olmorl", "train", str(config_path), *overrides, *settings])
     console.print(f"\nrun it with:\n  {command}", soft_wrap=True, highlight=False, markup=False)
     if json_file is not None:
-        json_file.write_text(json.dumps(as_json(found, question, changes), indent=1) + "\n")
+        json_file.write_text(json.dumps(as_json(found, question, changes) | {"command": command}, indent=1) + "\n")
     if plot is not None:
         _plot(found, plot)
 
 
 def _table(found: Sequence[Plan], question: Question) -> Table:
     title = f"{question.shape.name} on {question.num_devices} {question.device.name}"
-    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, collapse_padding=True)
+    caption = (
+        "waits: the learner, of its time; lag: versions, mean/most; KV: memory in use; redo: tokens computed again; "
+        "$/M: a million trained tokens"
+    )
+    table = Table(
+        title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, collapse_padding=True
+    )
     for name in (
         "gen",
         "train",
@@ -85,7 +97,8 @@ def _table(found: Sequence[Plan], question: Question) -> Table:
         "step",
         "waits",  # the learner
         "lag",
-        "redone",
+        "KV",
+        "redo",
         "$/M",
     ):
         table.add_column(name, justify="right")
@@ -100,13 +113,16 @@ def _table(found: Sequence[Plan], question: Question) -> Table:
             f"{plan.step_seconds:,.1f} s",
             f"{plan.learner_wait_share:.0%}",
             f"{plan.staleness_mean:.1f}/{plan.staleness_max}",
+            f"{plan.kv_used_share:.0%}",
             f"{plan.preemption_share:.1%}",
-            f"{plan.cost_per_million_trained_tokens:,.2f}",
+            "-" if plan.cost_per_million_trained_tokens is None else f"{plan.cost_per_million_trained_tokens:,.2f}",
         )
     return table
 
 
 def _duration(seconds: float) -> str:
+    if seconds < 3600:
+        return f"{seconds / 60:.1f} minutes"
     return f"{seconds / 86400:.1f} days" if seconds > 2 * 86400 else f"{seconds / 3600:.1f} hours"
 
 

@@ -13,7 +13,9 @@ def quantize(
     out: Annotated[Path, typer.Option(help="Folder for the checkpoint; new or empty.")],
     method: Annotated[str, typer.Option(help="gptq or awq.")] = "gptq",
     bits: Annotated[int, typer.Option(help="gptq: 2, 3, 4 or 8; awq: 4.")] = 4,
-    group_size: Annotated[int, typer.Option(min=1, help="Inputs that share a scale.")] = 128,
+    group_size: Annotated[
+        int | None, typer.Option(min=1, help="Inputs that share a scale; 128, or less where that does not fit.")
+    ] = None,
     desc_act: Annotated[bool, typer.Option("--desc-act", help="GPTQ: large inputs first.")] = False,
     limit: Annotated[int | None, typer.Option(help="Of the prompts, the first so many.")] = 128,
     prompt_column: str | None = None,
@@ -39,6 +41,9 @@ def quantize(
         raise ConfigError(f"--method is {method!r}; it must be gptq or awq")
     if plot is not None and widths is None:
         raise ConfigError("--plot shows a comparison; give --widths too, such as 8,4,3")
+    for path in (json_file, plot):
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
     job = QuantizeJob(
         model=model,
         prompts=SourceSection(path=prompts, prompt_column=prompt_column, limit=limit),

@@ -15,7 +15,7 @@ from olmorl.controller.placement import plan_placement
 from olmorl.controller.run_directory import RunDirectory
 from olmorl.dashboard.run_data import RunData
 from olmorl.dashboard.samples import versions_of
-from olmorl.metrics.rollout_log import RolloutRow, find_rollout
+from olmorl.metrics.rollout_log import RolloutRow, read_rollouts
 
 if TYPE_CHECKING:
     from inference.rollout_replay import RecordedTurn
@@ -61,8 +61,7 @@ def _describe(row: RolloutRow) -> str:
 def _find(directory: RunDirectory, rollout_id: str) -> RolloutRow:
     run = RunData(directory.path)
     for step in reversed(run.rollout_steps()):
-        row = find_rollout(run.rollouts_file(step), rollout_id)
-        if row is not None:
+        for row in read_rollouts(run.rollouts_file(step), rollout_id=rollout_id):
             return row
     raise ConfigError(
         f"{directory.path} has no rollout {rollout_id!r}; `olmorl inspect` shows those of the newest step, and --step "

@@ -15,7 +15,9 @@ from olmorl.controller.cluster import cluster_address
 from olmorl.controller.placement import Node, plan_placement, this_machine
 from olmorl.data.dialect import assign_verifiers
 from olmorl.data.source import read_source
-from olmorl.rewards.verifier import canonical_name, choose_verifiers
+from olmorl.rewards.process import load_verifiers
+from olmorl.rewards.settings import VerifierSettings
+from olmorl.rewards.verifier import canonical_name, check_keys, choose_verifiers
 
 
 def check_run(config_path: Path, overrides: Sequence[str] = ()) -> Iterator[Finding]:
@@ -28,11 +30,13 @@ def check_run(config_path: Path, overrides: Sequence[str] = ()) -> Iterator[Find
     yield check_output(config.run.directory)
     if not find_shadowed():  # the engine says which models it knows
         yield check_model(config.model.path)
-    reward = config.reward
+    reward, named = config.reward, set[str | None]()
     for source in config.data.train:
-        yield check_data(source, reward)
+        yield check_data(source, reward, named)
     for source in config.eval.data:  # whose own verifier goes first
-        yield check_data(source, reward if source.verifier is None else reward.model_copy(update={"verifier": None}))
+        own = reward if source.verifier is None else reward.model_copy(update={"verifier": None})
+        yield check_data(source, own, named)
+    yield from check_reward(reward, named)
     if cluster_address(config.cluster.address) is None:
         yield _placement(config)
 
@@ -65,21 +69,38 @@ def check_model(path: str) -> Finding:
     return Finding("ok", f"model {path}")
 
 
-def check_data(source: SourceSection, reward: RewardSection) -> Finding:
-    """Its first row is read as the run will read it, and judged by whom; the run itself looks at every row."""
+def check_data(source: SourceSection, reward: RewardSection, named: set[str | None]) -> Finding:
+    """Its first row is read as the run will read it, and judged by whom, which is added to `named`; one's own verifiers
+    are loaded. The run itself looks at every row."""
     try:
         place, example = next(iter(read_source(source)))
         checks = example.checks
         if reward.verifier is not None:
             checks = assign_verifiers(checks, reward.verifier, place=place)
+        named.update(check.verifier for check in checks)
         names = choose_verifiers(reward.remap.get(check.verifier or "", check.verifier) for check in checks)
-        for name in names:
-            canonical_name(name)
+        own = [name for name in names if ":" in canonical_name(name)]
+        load_verifiers(own, VerifierSettings())
     except StopIteration:
         return Finding("fail", f"data: {source.path} holds no rows", "correct the path or the data")
     except (ConfigError, DataError) as error:
         return Finding("fail", f"data {source.path}: {error}", "correct the path, the file or the verifier")
-    return Finding("ok", f"data {source.path} (source {example.data_source}, verifier {', '.join(names)})")
+    return Finding("ok", f"first row of {source.path} (source {example.data_source}, verifier {', '.join(names)})")
+
+
+def check_reward(reward: RewardSection, named: set[str | None]) -> Iterator[Finding]:
+    """Keys that are of no row. `named` is what first rows say, so only an unknown name is surely wrong."""
+    fix = "correct the name, or leave it out: the run refuses a key that is of no row"
+    try:
+        for name in reward.weights:
+            canonical_name(name)
+    except ConfigError as error:
+        yield Finding("fail", f"reward.weights: {error}", fix)
+        return
+    try:
+        check_keys(named, weights=reward.weights, remap=reward.remap)
+    except ConfigError as error:
+        yield Finding("warn", f"by the first row of each source, {error}", fix)
 
 
 def check_split(nodes: Sequence[Node]) -> Finding:

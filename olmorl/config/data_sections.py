@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from olmorl.config.section import Section
+from olmorl.config.section import PathText, Section
 
 Unscored = Literal["drop_sample", "drop_group", "zero"]
 
@@ -31,7 +31,7 @@ def _as_sources(values: object, key: str) -> object:
 class SourceSection(Section):
     """One source of prompts. Of several, each epoch holds every prompt once, unless weights or counts say otherwise."""
 
-    path: str = Field(min_length=1)
+    path: PathText
     """a .jsonl, .json or .parquet file (the first two also .gz), a folder of a Hugging Face data set, a hub id, or
     reasoning_gym:TASK"""
     name: str | None = Field(None, min_length=1)

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from olmorl.config.data_sections import DataSection, EvalSection, RewardSection
-from olmorl.config.section import Section
+from olmorl.config.section import WITHOUT_NUL, PathText, Section
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -17,9 +17,9 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class RunSection(Section):
-    name: str = Field("run", min_length=1)
+    name: PathText = "run"
     """the run directory is <output_dir>/<name>"""
-    output_dir: Path = Field(Path("outputs"), strict=False)
+    output_dir: Annotated[Path, WITHOUT_NUL] = Field(Path("outputs"), strict=False)
     seed: int = 0
     steps: int = Field(100, ge=1)
     """optimizer steps in all"""
@@ -37,7 +37,7 @@ class RunSection(Section):
 
 
 class ModelSection(Section):
-    path: str = Field(min_length=1)
+    path: PathText
     """local Hugging Face folder or hub id"""
     dtype: Dtype = "auto"
     """auto: float32 on CPU, bfloat16 on CUDA"""
@@ -115,7 +115,7 @@ class InferenceSection(Section):
     kv_cache_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] = 65536
     """auto: as many as the worker's GPU has room for"""
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
-    """of the whole GPU, what a worker with kv_cache_tokens = "auto" may fill"""
+    """of the GPU, or of its gpu_share, what a worker with kv_cache_tokens = "auto" may fill"""
     block_size: int = Field(16, ge=1)
     max_tokens_per_step: int = Field(2048, ge=1)
     prefix_caching: bool = True

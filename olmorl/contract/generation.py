@@ -168,18 +168,24 @@ class DrainReply:
     """samples this worker holds, running and waiting"""
 
 
+def dtype_for(device: str) -> str:
+    """What the dtype "auto" stands for."""
+    return "bfloat16" if device == "cuda" else "float32"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Everything an engine is built from; the keywords of `inference.LLM`."""
 
     model: str
     dtype: str = "float32"
+    """"auto": float32 on a CPU, bfloat16 on CUDA"""
     device: str = "cpu"
     max_num_seqs: int = 64
     kv_cache_tokens: int | None = 65536
     """None: as many as a GPU has room for beside the model and its largest step"""
     gpu_memory_utilization: float = 0.9
-    """of the whole GPU, the share that an engine with `kv_cache_tokens = None` may fill"""
+    """of the GPU, or of its `gpu_share`, what an engine with `kv_cache_tokens = None` may fill"""
     block_size: int = 16
     max_tokens_per_step: int = 2048
     max_model_len: int | None = None
@@ -221,6 +227,10 @@ class EngineConfig:
     """of the device's memory that this process may take"""
     schedule_dir: str | None = None
     """where the engine records its schedule, see `inference.recorded_engine`; None records none"""
+
+    def __post_init__(self) -> None:
+        if self.dtype == "auto":
+            object.__setattr__(self, "dtype", dtype_for(self.device))
 
     @property
     def max_draft(self) -> int:

@@ -30,6 +30,7 @@ def judge(
             counted.append(s)
             rewards.append(scale * s.reward)
             continue
+        assert s.verdict is not None, "a run judges every sample"
         aborted = s.sample.finish_reason == "abort"
         s.fate = Fate.ABORTED if aborted else Fate.ERROR
         action = "drop_sample" if aborted else unscored[s.verdict]

@@ -11,7 +11,8 @@ Kind = Literal["centered", "standardized", "leave_one_out"]
 def advantages(rewards: Sequence[float], *, kind: Kind = "centered") -> np.ndarray:
     """[G] float32 from G rewards.
 
-    centered: r - mean(r), as in OLMo 3. standardized: that over the population standard deviation, 0 where it is 0.
+    centered: r - mean(r), as in OLMo 3. standardized: that over the population standard deviation, 0 where
+    all are equal.
     leave_one_out: r minus the mean of the others.
     """
     r = np.asarray(rewards, np.float64)
@@ -19,8 +20,7 @@ def advantages(rewards: Sequence[float], *, kind: Kind = "centered") -> np.ndarr
     if kind == "centered":
         a = centered
     elif kind == "standardized":
-        std = r.std()
-        a = centered / std if std > 0 else np.zeros_like(r)
+        a = centered / r.std() if carries_signal(rewards) else np.zeros_like(r)
     else:
         a = centered * len(r) / (len(r) - 1)
     return a.astype(np.float32)

@@ -19,7 +19,7 @@ def announce(
         f"{len(inputs.train):,} prompts" + (f", going on from {resumed_from}" if resumed_from else ""),
         f"starting {where}; logs in {directory.logs(attempt)}",
         *(
-            f"evaluating on {one.name}: {len(one.prompts):,} prompts, k = {one.samples_per_prompt}"
+            f"evaluation set {one.name}: {len(one.prompts):,} prompts, k = {one.samples_per_prompt}"
             for one in inputs.eval
         ),
     ):

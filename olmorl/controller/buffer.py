@@ -24,6 +24,7 @@ class RolloutBuffer:
         self.max_overtaken = max_overtaken
         self.num_slots = (async_steps + 1) * groups_per_batch
         self._groups: dict[int, Group] = {}  # by order of admission; exactly the groups that hold a slot
+        self._left_empty: dict[int, int] = {}  # by the version it makes: slots that a partial batch does not fill
         self._waiting: deque[Group] = deque()
         self._next_order = 0
 
@@ -36,7 +37,7 @@ class RolloutBuffer:
         return list(self._groups.values())
 
     def has_free_slot(self) -> bool:
-        return len(self._groups) < self.num_slots
+        return len(self._groups) + sum(self._left_empty.values()) < self.num_slots
 
     def has_waiting(self) -> bool:
         return bool(self._waiting)
@@ -88,7 +89,8 @@ class RolloutBuffer:
 
     def take_batch(self, version: int, *, partial: bool = False) -> list[Group] | None:
         """The batch to train at `version`: the oldest finished groups, or None while there are too few or while
-        taking them would leave a straggler to grow too old. A partial one is as many as there are."""
+        taking them would leave a straggler to grow too old. A partial one is as many as there are, and holds the slots
+        of a whole one: else more would be admitted at one version than the window lets be trained."""
         batch, overtaken = self._oldest_finished()
         if len(batch) < (1 if partial else self.groups_per_batch) or self.straggler(version, batch) is not None:
             return None
@@ -97,6 +99,8 @@ class RolloutBuffer:
         for group in batch:
             assert version - group.admitted_version <= self.window, (version, group.admitted_version, self.window)
             group.state = State.TAKEN
+        if partial:
+            self._left_empty[version + 1] = self.groups_per_batch - len(batch)
         return batch
 
     def _oldest_finished(self) -> tuple[list[Group], list[Group]]:
@@ -144,6 +148,7 @@ class RolloutBuffer:
         for group in self.groups:
             if group.trained_version is not None and group.trained_version <= live_version:
                 del self._groups[group.order]
+        self._left_empty = {made: empty for made, empty in self._left_empty.items() if made > live_version}
 
     def outstanding(self) -> list[Group]:
         """Groups with no terminal fate yet, oldest first: what a checkpoint must re-issue."""

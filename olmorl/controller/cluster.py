@@ -111,11 +111,11 @@ class Remote:
 
     async def placed(self) -> None:
         """Wait until the cluster has room for the process and it runs: as long as that takes."""
-        from ray.exceptions import OutOfMemoryError, RayActorError
+        from ray.exceptions import RayError
 
         try:
             self.node = await asyncio.wrap_future(self._actor.node.remote().future())
-        except (RayActorError, OutOfMemoryError) as error:
+        except RayError as error:
             raise WorkerLostError(f"{self.name} could not be placed: {_first_line(error)}") from None
 
     async def start(self, target: str, *args: Any, timeout: float, **kwargs: Any) -> None:
@@ -126,7 +126,7 @@ class Remote:
         return await self._get(self._actor.call.remote(method, args), method, timeout)
 
     async def _get(self, ref: Any, method: str, timeout: float) -> Any:
-        from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
+        from ray.exceptions import RayError, RayTaskError
 
         try:
             return await answer_within(timeout, asyncio.wrap_future(ref.future()))
@@ -134,7 +134,7 @@ class Remote:
             raise WorkerLostError(f"{self.name} did not answer {method}() within {timeout:g} s") from None
         except RayTaskError as error:
             raise error.cause from None
-        except (RayActorError, OutOfMemoryError) as error:  # the second: Ray ended it, short of memory
+        except RayError as error:  # it died, was ended for want of memory, or its answer was lost with its node
             raise WorkerLostError(f"{self.name} died during {method}(): {_first_line(error)}") from None
 
 
@@ -184,8 +184,13 @@ class Cluster:
                 )
         except ConnectionError as error:
             raise PlacementError(f"no Ray cluster answers at {self._address}: {error}") from None
-        except BaseException:
+        except BaseException as error:
             self.__exit__()
+            if "timed out during startup" in str(error):  # a bare Exception of Ray's
+                raise PlacementError(
+                    "Ray did not start here within the 30 s that it gives itself; end what else keeps the machine busy "
+                    "and start again (a run: with --resume)"
+                ) from None
             raise
         finally:
             os.chdir(here)

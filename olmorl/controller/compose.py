@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -26,12 +27,12 @@ from olmorl.controller.recorder import Recorder, Totals
 from olmorl.controller.resume import DriverState, PromptQueue
 from olmorl.controller.rollout import RolloutService
 from olmorl.controller.run_directory import RunDirectory
-from olmorl.controller.scoring import Scorer, verifiers_to_load
+from olmorl.controller.scoring import Scorer, full_reward, verifiers_to_load
 from olmorl.controller.session import Session
 from olmorl.controller.supervisor import EngineSupervisor
 from olmorl.controller.sync import WeightSync
 from olmorl.data.prompt import EncodedExample
-from olmorl.data.prompt_set import PromptSet, load_prompts
+from olmorl.data.prompt_set import PromptSet, check_lengths, load_prompts
 from olmorl.data.selection import PromptSelection
 from olmorl.data.stream import PromptStream
 from olmorl.data.tokenizer import PromptEncoder, find_model, load_tokenizer
@@ -39,6 +40,7 @@ from olmorl.environments.registry import environment_path
 from olmorl.metrics.sinks import open_sinks
 from olmorl.metrics.time_ledger import TimeLedger
 from olmorl.metrics.timeline import Timeline
+from olmorl.rewards.verifier import check_keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,7 @@ def load_inputs(config: Config) -> Inputs:
         max_prompt_tokens=rollout.max_prompt_tokens,
         verifiers=config.reward.verifier,
         environment=rollout.environment,
+        full_reward=partial(full_reward, config.reward),
     )
     evaluation = load_eval_sets(config, encoder)
     canary = canary_sequences(
@@ -83,7 +86,47 @@ def load_inputs(config: Config) -> Inputs:
     rows = [*train.verifiers, *(check.verifier for prompt in held_out for check in prompt.checks)]
     environments = environments_of([*train.environments, *(prompt.environment for prompt in held_out)])
     verifiers = verifiers_to_load(config.reward, rows)
+    check_keys(rows, weights=config.reward.weights, remap=config.reward.remap)
+    check_lengths(train.examples, samples_per_prompt=rollout.samples_per_prompt)
     return Inputs(train, evaluation, verifiers, environments, encoder.tokenizer, canary, parity)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beginning:
+    """Where an attempt begins: at the start of the data, or where a checkpoint stood."""
+
+    version: int
+    totals: Totals
+    selection: PromptSelection
+    prompts: PromptQueue
+    groups: list[Group]
+    """finished and not yet trained"""
+    learner: Path | None
+    """what its learners saved"""
+
+
+def read_beginning(config: Config, inputs: Inputs, checkpoint: Path | None) -> Beginning:
+    """Raises ConfigError when the checkpoint is broken, or was made from another seed or other data."""
+    stream = PromptStream(inputs.train, seed=config.run.seed, shuffle=config.data.shuffle)
+    selection = PromptSelection(
+        stream,
+        num_rows=len(inputs.train),
+        retire_pass_rate=config.rollout.no_resampling_pass_rate,
+        rest_steps=config.rollout.rest_steps,
+    )
+    if checkpoint is None:
+        return Beginning(
+            version=0, totals=Totals(), selection=selection, prompts=PromptQueue(selection), groups=[], learner=None
+        )
+    state = DriverState.load(checkpoint, config=config)
+    return Beginning(
+        version=state.step,
+        totals=state.totals,
+        selection=selection,
+        prompts=state.prompts(selection),
+        groups=state.groups(selection),
+        learner=checkpoint / "learner",
+    )
 
 
 def environments_of(named: Iterable[str | None]) -> tuple[str, ...]:
@@ -111,25 +154,13 @@ async def compose(
     inputs: Inputs,
     directory: RunDirectory,
     attempt: int,
-    checkpoint: Path | None,
+    beginning: Beginning,
     cluster: Cluster,
     placement: Placement,
     scorer: Scorer,
 ) -> Session:
-    """Start the workers and join them, from `checkpoint` if there is one."""
+    """Start the workers and join them."""
     learner_time, started = TimeLedger(), time.time()
-    stream = PromptStream(inputs.train, seed=config.run.seed, shuffle=config.data.shuffle)
-    selection = PromptSelection(
-        stream,
-        num_rows=len(inputs.train),
-        retire_pass_rate=config.rollout.no_resampling_pass_rate,
-        rest_steps=config.rollout.rest_steps,
-    )
-    version, totals, prompts, groups = 0, Totals(), PromptQueue(selection), list[Group]()
-    if checkpoint is not None:
-        state = DriverState.load(checkpoint, config=config)
-        version, totals = state.step, state.totals
-        prompts, groups = state.prompts(selection), state.groups(selection)
     fleet = await start_fleet(config, cluster=cluster, placement=placement)
     numbers = count(len(fleet.engines))  # a newcomer never takes a name that was there before
 
@@ -164,8 +195,8 @@ async def compose(
     await sync.connect(fleet.engine_infos[0])
     await asyncio.gather(*(supervisor.watch(engine) for engine in fleet.engines))
     supervisor.invite(config.inference.most_workers - len(fleet.engines))
-    if checkpoint is not None:
-        await fleet.load(checkpoint / "learner", timeout=config.learner.step_timeout_seconds)
+    if beginning.learner is not None:
+        await fleet.load(beginning.learner, timeout=config.learner.step_timeout_seconds)
     gate = ParityGate(
         prompts=inputs.parity,
         params=training_params(config, seed=config.run.seed),
@@ -185,9 +216,9 @@ async def compose(
         directory=directory,
         attempt=attempt,
         fleet=fleet,
-        sinks=open_sinks(config, directory.path, first_step=version, counters=lambda: service.stats),
-        totals=totals,
-        carried_tokens=sum(group.tokens_received for group in groups),
+        sinks=open_sinks(config, directory.path, first_step=beginning.version, counters=lambda: service.stats),
+        totals=beginning.totals,
+        carried_tokens=sum(group.tokens_received for group in beginning.groups),
     )
     has_timeline = config.logging.timeline_seconds > 0
     return Session(
@@ -199,15 +230,15 @@ async def compose(
         gate=gate,
         supervisor=supervisor,
         scorer=scorer,
-        prompts=prompts,
+        prompts=beginning.prompts,
         eval_sets=inputs.eval,
         recorder=recorder,
         attempt=attempt,
-        groups=groups,
+        groups=beginning.groups,
         timeline=Timeline(directory.timeline_file, peak=fleet.engine_peak, started=started) if has_timeline else None,
         learner_time=learner_time,
-        selection=selection,
-        version=version,
+        selection=beginning.selection,
+        version=beginning.version,
     )
 
 

@@ -7,7 +7,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -18,9 +18,9 @@ from olmorl.controller.group import Fate, Group, ScoredSample
 from olmorl.controller.loop import request_seed
 from olmorl.controller.rollout import RolloutService
 from olmorl.controller.sampling import sample_prompt
-from olmorl.controller.scoring import Scorer
+from olmorl.controller.scoring import Scorer, full_reward
 from olmorl.data.prompt import Prompt
-from olmorl.data.prompt_set import load_prompts
+from olmorl.data.prompt_set import check_lengths, load_prompts
 from olmorl.data.source import source_name
 from olmorl.data.stream import PromptStream
 from olmorl.data.tokenizer import PromptEncoder
@@ -63,7 +63,7 @@ class Evaluation:
         return avg_at_k(self.rewards)
 
     def pass_at(self, k: int) -> Estimate:
-        return pass_at_k(self.rewards, k)
+        return pass_at_k([list(map(float, group.passed)) for group in self.groups], k)
 
     @property
     def num_unscored(self) -> int:
@@ -75,8 +75,8 @@ class Evaluation:
 
     @property
     def lengths(self) -> np.ndarray:
-        """[samples] tokens of each response."""
-        return np.array([len(s.sample.token_ids) for s in self.samples])
+        """[samples] tokens drawn for each response."""
+        return np.array([s.num_drawn for s in self.samples])
 
     @property
     def truncated_fraction(self) -> float:
@@ -92,14 +92,17 @@ def load_eval_sets(config: Config, encoder: PromptEncoder) -> tuple[EvalSet, ...
             encoder=encoder,
             max_prompt_tokens=config.rollout.max_prompt_tokens,
             verifiers=config.reward.verifier if source.verifier is None else None,
+            full_reward=partial(full_reward, config.reward),
         )
+        samples = source.samples_per_prompt or section.samples_per_prompt
+        check_lengths(prompts.examples, samples_per_prompt=samples)
         stream = PromptStream(prompts, seed=0, shuffle=False)
         count = min(len(prompts), section.limit or len(prompts))
         sets.append(
             EvalSet(
                 name=source_name(source).replace("/", "_"),
                 prompts=tuple(stream.next() for _ in range(count)),
-                samples_per_prompt=source.samples_per_prompt or section.samples_per_prompt,
+                samples_per_prompt=samples,
             )
         )
     names = [one.name for one in sets]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from olmorl.config.schema import Config
 from olmorl.contract.errors import ModelError, WorkerLostError
-from olmorl.contract.generation import EngineConfig, WorkerInfo
+from olmorl.contract.generation import EngineConfig, WorkerInfo, dtype_for
 from olmorl.contract.training import LearnerConfig
 from olmorl.controller.cluster import Cluster, Remote, answer_within
 from olmorl.controller.placement import Placement
@@ -153,6 +153,4 @@ def learner_config(config: Config, placement: Placement) -> LearnerConfig:
 
 
 def resolve_dtype(config: Config, device: str) -> str:
-    if config.model.dtype != "auto":
-        return config.model.dtype
-    return "bfloat16" if device == "cuda" else "float32"
+    return dtype_for(device) if config.model.dtype == "auto" else config.model.dtype

@@ -36,7 +36,8 @@ class ScoredSample:
 
     sample: RolloutSample
     reward: float | None
-    verdict: Status
+    verdict: Status | None
+    """None where nothing judges"""
     detail: str = ""
     advantage: float = 0.0
     fate: Fate | None = None
@@ -77,7 +78,12 @@ class Group:
     """a batch with younger groups left it behind, still under way"""
 
     @property
+    def passed(self) -> list[bool]:
+        """Of each sample that is scored: has it the full reward?"""
+        return [self.prompt.is_passed_by(s.reward) for s in self.samples if s.reward is not None]
+
+    @property
     def pass_rate(self) -> float | None:
         """Share of the scored samples that have the full reward; None if none is scored."""
-        passed = [s.reward >= 1 for s in self.samples if s.reward is not None]
+        passed = self.passed
         return sum(passed) / len(passed) if passed else None

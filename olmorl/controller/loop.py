@@ -105,6 +105,7 @@ class RolloutLoops:
                 with suppress(TimeoutError):  # or until there is a batch
                     async with asyncio.timeout(pause):
                         await self._changed.until(self._buffer.has_enough_finished)
+                continue  # the last prompt may have been retired meanwhile
             prompt = next(self._prompts)
             seed = request_seed(self._config.run.seed, prompt)
             self._buffer.admit(prompt, version=self._live_version, seed=seed, now=time.time())

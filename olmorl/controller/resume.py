@@ -21,7 +21,7 @@ from olmorl.contract.generation import OBSERVED, RolloutSample
 from olmorl.controller.buffer import RolloutBuffer
 from olmorl.controller.group import Fate, Group, ScoredSample, State
 from olmorl.controller.recorder import Totals
-from olmorl.controller.run_directory import write_json
+from olmorl.controller.run_directory import write_atomically
 from olmorl.controller.step_metrics import rollout_rows
 from olmorl.data.prompt import Prompt
 from olmorl.metrics.rollout_log import RolloutRow, read_rollouts, write_rollouts
@@ -120,7 +120,9 @@ class DriverState:
 
     def save(self, folder: Path) -> None:
         write_rollouts(folder / SAMPLES_FILE, self.rows)
-        write_json(folder / FILE, {name: value for name, value in asdict(self).items() if name != "rows"})
+        fields = asdict(replace(self, rows=[]))
+        del fields["rows"]
+        write_atomically(folder / FILE, json.dumps(fields) + "\n")
 
     @classmethod
     def load(cls, folder: Path, *, config: Config) -> "DriverState":

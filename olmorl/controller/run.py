@@ -11,14 +11,14 @@ from collections.abc import Coroutine
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from olmorl.config.dump import dump_toml
 from olmorl.config.schema import Config
 from olmorl.contract.errors import ConfigError, SyncError, WorkerLostError
 from olmorl.controller.announce import announce
 from olmorl.controller.cluster import Cluster, cluster_address
-from olmorl.controller.compose import compose, load_inputs
+from olmorl.controller.compose import compose, load_inputs, read_beginning
 from olmorl.controller.loop import Batch
 from olmorl.controller.placement import Placement, plan_placement, this_machine
 from olmorl.controller.run_directory import RunDirectory, write_atomically, write_json
@@ -54,6 +54,7 @@ class Run:
         self._lost_workers = False
         self._directory = RunDirectory(config.run.directory)
         self._open_loop()
+        self._claimed: IO[bytes] | None = None
         self._cluster: Cluster | None = None
         self._scorer: Scorer | None = None
         self._session: Session | None = None
@@ -105,6 +106,10 @@ class Run:
         assert self._session is None, "start() was called before"
         config, directory = self.config, self._directory
         inputs = load_inputs(config)
+        if directory.path.exists():
+            self._claimed = directory.claim()
+        newest = directory.newest_complete() if self._resume else None
+        beginning = read_beginning(config, inputs, newest)  # which may refuse: nothing of the directory is touched yet
         address = cluster_address(config.cluster.address)
         where = f"on the cluster at {address}"
         if address is None:
@@ -122,6 +127,7 @@ class Run:
         )
         self._do(self._scorer.check_truths(inputs.examples))
         attempt, checkpoint = directory.prepare(resume=self._resume)
+        self._claimed = self._claimed or directory.claim()
         write_atomically(directory.config_file, dump_toml(config))
         if config.logging.console:
             resumed = checkpoint.name if checkpoint else ""
@@ -135,7 +141,7 @@ class Run:
                     inputs=inputs,
                     directory=directory,
                     attempt=attempt,
-                    checkpoint=checkpoint,
+                    beginning=beginning,
                     cluster=cluster,
                     placement=placement,
                     scorer=self._scorer,
@@ -191,6 +197,8 @@ class Run:
             cluster, self._cluster = self._cluster, None
             if cluster is not None:
                 cluster.__exit__()
+            if self._claimed is not None:
+                self._claimed.close()
             if self._thread.is_alive():
                 self._loop.call_soon_threadsafe(self._loop.stop)
                 self._thread.join()

@@ -9,8 +9,9 @@ import os
 import re
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+from olmorl.claim import claim
 from olmorl.contract.errors import ConfigError
 
 MARKER = "COMPLETE"
@@ -70,6 +71,11 @@ class RunDirectory:
 
     def logs(self, attempt: int) -> Path:
         return self.path / "logs" / f"attempt_{attempt}"
+
+    def claim(self) -> IO[bytes]:
+        """For one driver, until the file that is returned is closed. Raises ConfigError where another is at work."""
+        refusal = f"another process runs {self.path}; wait for its end, end it, or choose another run.name"
+        return claim(self.path / ".lock", refusal=refusal)
 
     def prepare(self, *, resume: bool) -> tuple[int, Path | None]:
         """Make ready for a new attempt: (attempt number, checkpoint to continue from or None).

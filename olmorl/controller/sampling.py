@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
-from olmorl.contract.errors import DataError
 from olmorl.contract.generation import FinishReason, RolloutSample, SamplingParams
 from olmorl.controller.environments import Environments, Rules
 from olmorl.controller.episode import Episode
@@ -39,11 +38,6 @@ async def sample_prompt(
     if prompt.environment is None:
         if prompt.lengths is not None:
             params = replace(params, ignore_eos=True)
-            if len(prompt.lengths) != params.n:
-                raise DataError(
-                    f"{prompt.place}: the row says how long {len(prompt.lengths)} responses are, but "
-                    f"{params.n} are drawn"
-                )
         arrivals = service.generate(request_id, prompt.token_ids, params, priority=priority, lengths=prompt.lengths)
         async with aclosing(arrivals):
             async for samples in arrivals:

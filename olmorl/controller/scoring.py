@@ -9,12 +9,11 @@ from dataclasses import fields
 from transformers import PreTrainedTokenizerFast
 
 from olmorl.config.data_sections import RewardSection
-from olmorl.contract.errors import ConfigError
 from olmorl.contract.generation import RolloutSample
 from olmorl.controller.environments import Environments
 from olmorl.controller.group import ScoredSample
 from olmorl.controller.truth_check import check_truths
-from olmorl.data.prompt import EncodedExample, Prompt
+from olmorl.data.prompt import Check, EncodedExample, Prompt
 from olmorl.rewards.combine import combine
 from olmorl.rewards.pool import VerifierPool
 from olmorl.rewards.settings import VerifierSettings
@@ -31,14 +30,23 @@ MEANINGS = {
 
 
 def verifiers_to_load(section: RewardSection, named: Iterable[str | None]) -> tuple[str, ...]:
-    """Those that the rows name, after reward.remap. Raises ConfigError: a row names none, or one that does not exist,
-    or a weight is of none of them."""
+    """Those that the rows name, after reward.remap. Raises ConfigError: a row names none, or one that does not
+    exist."""
     names = choose_verifiers(section.remap.get(name or "", name) for name in named)
-    known = {canonical_name(name) for name in names}
-    for name in section.weights:
-        if canonical_name(name) not in known:
-            raise ConfigError(f"reward.weights: no row is judged by {name!r}; the verifiers are {', '.join(names)}")
+    for name in names:
+        canonical_name(name)
     return names
+
+
+def full_reward(section: RewardSection, checks: Sequence[Check]) -> float:
+    """What all of a row's verifiers give together at most."""
+    weights = _weights(section)
+    names = (section.remap.get(check.verifier, check.verifier) for check in checks if check.verifier is not None)
+    return sum(max(weights.get(canonical_name(name), 1.0), 0.0) for name in names)
+
+
+def _weights(section: RewardSection) -> dict[str, float]:
+    return {canonical_name(name): weight for name, weight in section.weights.items()}
 
 
 def verifier_settings(section: RewardSection) -> VerifierSettings:
@@ -55,7 +63,7 @@ class Scorer:
         self._pool = pool
         self.environments = environments
         self._remap = section.remap
-        self._weights = {canonical_name(name): weight for name, weight in section.weights.items()}
+        self._weights = _weights(section)
         self._seconds = 0.0
         self._unscored = section.unscored
         self._told: set[str] = set()

@@ -7,6 +7,7 @@ slots it frees are refilled, an evaluation may run on it, and its row is written
 import asyncio
 import time
 from collections.abc import Coroutine
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -195,7 +196,7 @@ class Session:
         started = time.perf_counter()
         await self._background.finish_job(CHECKPOINT)
         # Evaluations that went on when the state was captured have settled since; nothing else has.
-        state = replace(state, totals=replace(self._recorder.totals))
+        state = replace(state, totals=deepcopy(self._recorder.totals))
         self._recorder.check_books(received_tokens=self._service.tokens_received, pending_tokens=self._pending_tokens)
         folder = self._directory.checkpoint(self.version)
         folder.mkdir(parents=True)
@@ -208,7 +209,7 @@ class Session:
         """The marker is set when every rank's files are on disk; a run killed before has the checkpoint before."""
         deadline = self._config.learner.step_timeout_seconds
         await gather([learner.call("finish_save", timeout=deadline) for learner in self._fleet.learners])
-        state.save(self._directory.checkpoint(version))
+        await asyncio.to_thread(state.save, self._directory.checkpoint(version))  # seconds, where responses are long
         keep = self._config.checkpoint.keep
         await asyncio.to_thread(self._directory.complete_checkpoint, version, keep=keep)
 

@@ -71,4 +71,4 @@ def _describe(group: Group) -> str:
     if 2 * verdicts.total() >= len(group.samples):
         return f"mostly without a score ({verdicts.most_common(1)[0][0]})" if verdicts else "empty"
     reward = next(s.reward for s in group.samples if s.reward is not None)
-    return "all right" if reward >= 1 else "all wrong" if reward <= 0 else "all alike"
+    return "all right" if group.prompt.is_passed_by(reward) else "all wrong" if reward <= 0 else "all alike"

@@ -11,7 +11,7 @@ import numpy as np
 from olmorl.contract.training import StepReport
 from olmorl.controller.admission import token_versions
 from olmorl.controller.evaluate import Evaluation
-from olmorl.controller.group import Fate, Group
+from olmorl.controller.group import Fate, Group, ScoredSample
 from olmorl.controller.sync import UpdateReport
 from olmorl.data.prompt import Prompt
 from olmorl.metrics.bag import MetricBag
@@ -45,10 +45,10 @@ def add_rollouts(bag: MetricBag, groups: Sequence[Group], *, version: int) -> No
     scored = [reward for of_source in rewards.values() for reward in of_source]
     bag.add("reward/mean", scored)
     bag.add("reward/std", scored, reduce="std")
-    bag.add("reward/solve_rate", [float(reward >= 1) for reward in scored])
+    bag.add("reward/solve_rate", [float(passed) for group in groups for passed in group.passed])
     for source, of_source in rewards.items():
         if source:
-            bag.add(f"reward/{source}/mean", of_source)
+            bag.add(f"reward/{source.replace('/', '_')}/mean", of_source)
     bag.add("reward/unscored_fraction", [float(s.reward is None) for s in samples])
     no_signal = [not any(s.fate in (Fate.TRAINED, Fate.TRUNCATED) for s in group.samples) for group in groups]
     bag.add("reward/zero_variance_fraction", [float(none) for none in no_signal])
@@ -214,41 +214,63 @@ def rollout_rows(groups: Iterable[Group], *, step: int, attempt: int, t_trained:
     for group in groups:
         for s in group.samples:
             assert s.fate is not None, f"{group.prompt.prompt_id}: a sample without a fate"
-            trained = s.fate is Fate.TRAINED
             rows.append(
-                RolloutRow(
-                    rollout_id=f"{group.prompt.prompt_id}_{s.sample.sample_index}",
-                    prompt_id=group.prompt.prompt_id,
-                    sample=s.sample.sample_index,
+                rollout_row(
+                    group.prompt,
+                    s,
                     step=step,
                     attempt=attempt,
-                    data_source=group.prompt.data_source,
-                    prompt_token_ids=group.prompt.token_ids,
-                    token_ids=s.sample.token_ids,
-                    loss_mask=s.loss_mask & trained,
-                    logprobs=s.sample.logprobs,
-                    raw_logprobs=s.sample.raw_logprobs,
-                    version_spans=s.sample.version_spans,
-                    kv_events=s.sample.kv_events,
-                    text=s.sample.text,
-                    finish_reason=s.sample.finish_reason,
-                    reward=s.reward,
-                    verdict=s.verdict,
-                    advantage=s.advantage if trained else None,
-                    fate=s.fate.value,
                     seed=group.seed,
-                    worker=s.sample.worker,
                     t_admitted=group.t_admitted,
-                    t_first_token=s.sample.t_first_token,
-                    t_finished=s.sample.t_finished,
-                    t_trained=t_trained if trained else None,
-                    prompt=group.prompt.text,
-                    ground_truth=_truths(group.prompt),
-                    verdict_detail=s.detail,
-                    **({} if s.learner_logprobs is None else {"learner_logprobs": s.learner_logprobs}),
+                    t_trained=t_trained,
                 )
             )
     return rows
+
+
+def rollout_row(
+    prompt: Prompt,
+    s: ScoredSample,
+    *,
+    step: int,
+    attempt: int,
+    seed: int,
+    t_admitted: float,
+    t_trained: float | None = None,
+) -> RolloutRow:
+    """A sample without a fate is of a rollout that trains nothing: its mask says what the policy drew."""
+    trained = s.fate is Fate.TRAINED
+    return RolloutRow(
+        rollout_id=f"{prompt.prompt_id}_{s.sample.sample_index}",
+        prompt_id=prompt.prompt_id,
+        sample=s.sample.sample_index,
+        step=step,
+        attempt=attempt,
+        data_source=prompt.data_source,
+        prompt_token_ids=prompt.token_ids,
+        token_ids=s.sample.token_ids,
+        loss_mask=s.loss_mask & (trained or s.fate is None),
+        logprobs=s.sample.logprobs,
+        raw_logprobs=s.sample.raw_logprobs,
+        version_spans=s.sample.version_spans,
+        kv_events=s.sample.kv_events,
+        text=s.sample.text,
+        finish_reason=s.sample.finish_reason,
+        reward=s.reward,
+        verdict=s.verdict,
+        advantage=s.advantage if trained else None,
+        fate=None if s.fate is None else s.fate.value,
+        seed=seed,
+        worker=s.sample.worker,
+        t_admitted=t_admitted,
+        t_first_token=s.sample.t_first_token,
+        t_finished=s.sample.t_finished,
+        t_trained=t_trained if trained else None,
+        prompt=prompt.text,
+        ground_truth=_truths(prompt) if prompt.checks else None,
+        verdict_detail=s.detail,
+        **({} if s.learner_logprobs is None else {"learner_logprobs": s.learner_logprobs}),
+    )
 
 
 def _truths(prompt: Prompt) -> str:

@@ -54,7 +54,7 @@ class EngineSupervisor:
         self._service: RolloutService | None = None
         self._sync: WeightSync | None = None
         self._last_loss = ""
-        self._broke_on: list[str] = []  # nodes, one for each worker that was lost and replaced
+        self._broke_on: list[str] = []  # nodes that stand, one for each worker that was lost and replaced
         self.restarts = 0
         """workers that were lost and are replaced, or will be as soon as there is room"""
 
@@ -104,8 +104,8 @@ class EngineSupervisor:
     def _vacate(self, engine: Remote, reason: str) -> None:
         """`engine` is gone. Its place is filled again, unless it is one too many that broke on a node that stands."""
         self._last_loss = reason
-        broken = sum(self._stands(node) for node in self._broke_on)
-        if broken < self._max_restarts or not self._stands(engine.node):
+        self._broke_on = [node for node in self._broke_on if self._stands(node)]
+        if len(self._broke_on) < self._max_restarts or not self._stands(engine.node):
             self.restarts += 1
             self._broke_on.append(engine.node)
             self._open_vacancy()

@@ -91,7 +91,7 @@ class WeightSync:
         self._commits: dict[str, CommitReport] = {}
         self._refusals = 0  # of this update: engines whose weights would not be the learner's
         self._last_failure = ""
-        self._gave_up: OlmoRLError | None = None
+        self._gave_up: Exception | None = None
         self._changed = Changed()
         self._tasks: set[asyncio.Task[None]] = set()
         self.mode = section.mode
@@ -281,6 +281,9 @@ class WeightSync:
                 self._on_lost(member, str(error))
         except OlmoRLError as error:
             self._gave_up = SyncError(f"{member}: {error}")
+            self._changed.notify()
+        except Exception as error:  # a bug here: whoever waits for the update raises it
+            self._gave_up = error
             self._changed.notify()
 
     async def _call(self, member: str, method: str, *args: object, grace: float = GRACE_SECONDS) -> Any:

@@ -136,7 +136,7 @@ class SyncProtocol:
         self._attempt = 0
         self._missing: set[str] = set()  # members that have not done what this phase waits for
         self._targets: set[str] = set()  # engines that have not committed the version under way
-        self._unstaged: set[str] = set()  # engines that had nothing staged when the last transfer failed
+        self._suspects: set[str] = set()  # engines to do without if attempts keep failing
         self._version = -1  # under way
         self._since = 0.0
 
@@ -316,19 +316,26 @@ class SyncProtocol:
 
     def _reset(self, now: float) -> list[Command]:
         """The attempt failed: drop what is half open, and see who is still there."""
-        self._unstaged = self._missing - {SENDER} if self.phase is Phase.SENDING else set()
+        self._suspects = self._suspected()
         self._group = None
         members = (SENDER, *self._engines)
         self._enter(Phase.RESETTING, members, now)
         return [Reset(member, self.epoch) for member in members]
 
+    def _suspected(self) -> set[str]:
+        """Newcomers, for before they came updates went well; else who has nothing staged. Nobody where no group forms
+        from the first."""
+        late = self._missing - {SENDER}
+        newcomers = late - self.serving.keys() if self.serving else set()
+        return newcomers or (late if self.phase is Phase.SENDING else set())
+
     def _try_again(self, now: float) -> list[Command]:
         commands: list[Command] = []
         if self._attempt >= self._max_attempts:
-            culprits = sorted(self._unstaged.intersection(self._engines))
+            culprits = sorted(self._suspects.intersection(self._engines))
             if not culprits:
                 return [GiveUp(f"version {self._newest} could not be sent in {self._attempt} attempts")]
-            commands = self._evict(culprits, f"did not stage version {self._version} in {self._attempt} attempts")
+            commands = self._evict(culprits, f"did not join and stage what was sent in {self._attempt} attempts")
         self._attempt += 1
         if not self._engines or self.offered is None:
             self.phase = Phase.IDLE

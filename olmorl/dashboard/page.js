@@ -4,6 +4,7 @@
 const byId = id => document.getElementById(id);
 const EVERY_MS = 2000;
 let newest = null, read = "", drawing = 0;
+const drawn = new Map();  // the figure of each chart that is on the page
 // Three megabytes: what is to be drawn is asked for meanwhile.
 const plotly = new Promise((done, failed) => {
   if (window.Plotly) return done();
@@ -48,6 +49,9 @@ function card({ id, title, says }) {
 }
 
 function draw({ id, figure }) {
+  const said = JSON.stringify(figure);
+  if (drawn.get(id) === said) return;
+  drawn.set(id, said);
   const plot = byId(`plot-${id}`);
   if (figure.data.length === 0) {
     Plotly.purge(plot);
@@ -55,7 +59,7 @@ function draw({ id, figure }) {
     return;
   }
   if (plot.querySelector(".none")) plot.replaceChildren();
-  plot.style.height = figure.data.length > 5 ? "330px" : "";  // room for the names
+  plot.style.height = `${figure.layout.height || (figure.data.length > 5 ? 330 : 260)}px`;  // room for the names
   Plotly.react(plot, figure.data, themed(figure.layout), { displaylogo: false, modeBarButtonsToRemove: ["lasso2d", "select2d"] });
 }
 
@@ -80,15 +84,16 @@ async function refresh() {
     const response = await fetch("/charts");
     if (!response.ok) throw new Error(await response.text());
     const text = await response.text();
-    byId("trouble").textContent = "";
-    if (text === read) return;  // redrawing would take a label from under the mouse
-    read = text;
-    newest = JSON.parse(text);
+    if (text !== read) {  // redrawing would take a label from under the mouse
+      newest = JSON.parse(text);
+      read = text;
+      show();
+    }
+    const broken = newest.runs.flatMap(run => run.unreadable);
+    byId("trouble").textContent = broken.length ? `cannot be read: ${broken.join(", ")}` : "";
   } catch (error) {
     byId("trouble").textContent = `the dashboard's server does not answer (${error.message})`;
-    return;
   }
-  show();
 }
 
 function show() {
@@ -111,26 +116,46 @@ function show() {
 
 // Rollouts
 
-let groups = [];
+const TOKENS = 3000;  // a sample's that are shown at once: each is an element
+let asked = 0;
 
-async function loadRollouts() {
-  const step = byId("which").value;
-  if (!step) { byId("groups").replaceChildren(element("div", { class: "none", text: "no rollouts yet" })); return; }
-  const response = await fetch(`/rollouts?step=${encodeURIComponent(step)}`);
-  if (!response.ok) { byId("groups").replaceChildren(element("div", { class: "trouble", text: await response.text() })); return; }
-  groups = await response.json();
-  byId("groups").replaceChildren(...groups.map(groupCard));
+function message(text, kind) {
+  byId("groups").replaceChildren(element("div", { class: kind, text }));
 }
 
-function groupCard(group) {
+async function ask(address) {
+  const response = await fetch(address);
+  if (!response.ok) throw new Error(await response.text());
+  return response.json();
+}
+
+async function loadRollouts() {
+  const step = byId("which").value, turn = ++asked;
+  if (!step) return message("no rollouts yet", "none");
+  try {
+    const groups = await ask(`/rollouts?step=${encodeURIComponent(step)}`);
+    if (turn === asked) byId("groups").replaceChildren(...groups.map(group => groupCard(step, group)));
+  } catch (error) {
+    if (turn === asked) message(error.message, "trouble");
+  }
+}
+
+function groupCard(step, group) {
   const mean = group.mean_reward === null ? "unscored" : `mean reward ${group.mean_reward.toFixed(3)}`;
   const card = element("details", {},
-    element("summary", { text: `${group.prompt_id} · ${mean} · ${group.samples.length} samples · ${group.prompt.slice(0, 120)}` }));
-  card.addEventListener("toggle", () => {
-    if (card.open && card.children.length === 1) {
-      card.append(element("div", { class: "tokens", text: group.prompt }),
-        element("div", { class: "says", text: group.ground_truth ? `ground truth: ${group.ground_truth}` : "" }),
-        element("div", { class: "samples" }, ...group.samples.map(sampleCard)));
+    element("summary", { text: `${group.prompt_id} · ${mean} · ${group.num_samples} samples · ${group.prompt}` }));
+  card.addEventListener("toggle", async () => {
+    if (!card.open || card.children.length > 1) return;
+    const body = element("div", { class: "says", text: "loading" });
+    card.append(body);
+    try {
+      const whole = await ask(`/rollouts?step=${encodeURIComponent(step)}&prompt=${encodeURIComponent(group.prompt_id)}`);
+      body.replaceWith(element("div", { class: "tokens", text: whole.prompt }),
+        element("div", { class: "says", text: whole.ground_truth ? `ground truth: ${whole.ground_truth}` : "" }),
+        element("div", { class: "samples" }, ...whole.samples.map(sampleCard)));
+    } catch (error) {
+      body.textContent = error.message;
+      body.className = "trouble";
     }
   });
   return card;
@@ -140,25 +165,40 @@ function sampleCard(sample) {
   const facts = [sample.rollout_id, sample.reward === null ? sample.verdict : `reward ${sample.reward}`,
     sample.advantage === null ? null : `advantage ${sample.advantage.toFixed(3)}`, sample.fate, sample.finish_reason, sample.worker];
   const tokens = element("div", { class: "tokens", tabindex: "0" });
-  const by = byId("colour").value;
-  sample.tokens.forEach((text, at) => {
-    const ratio = sample.ratios[at] === null ? "not trained" : `importance ratio ${sample.ratios[at]}`;
-    const told = `${JSON.stringify(text)} · logprob ${sample.logprobs[at]} · version ${sample.versions[at]} · ${ratio}`;
-    tokens.append(element("span", { text, title: told, style: `background:${shade(by, sample, at)}` }));
-  });
+  showTokens(tokens, sample, 0);
   return element("div", { class: "sample" }, element("div", { class: "says", text: facts.filter(Boolean).join(" · ") }), tokens,
     element("div", { class: "says", text: sample.detail || "" }));
 }
 
-function shade(by, sample, at) {
-  if (by === "logprobs") return `rgba(213,94,0,${Math.min(0.75, -sample.logprobs[at] / 6).toFixed(3)})`;
+function showTokens(tokens, sample, from) {
+  const to = Math.min(from + TOKENS, sample.tokens.length);
+  for (let at = from; at < to; at++) {
+    const text = sample.tokens[at];
+    const ratio = sample.ratios[at] === null ? "not trained" : `importance ratio ${sample.ratios[at]}`;
+    const told = `${JSON.stringify(text)} · logprob ${sample.logprobs[at]} · version ${sample.versions[at]} · ${ratio}`;
+    const span = element("span", { text, title: told });
+    span.of = { logprobs: sample.logprobs[at], versions: sample.versions[at], ratios: sample.ratios[at] };
+    paint(span);
+    tokens.append(span);
+  }
+  if (to === sample.tokens.length) return;
+  const more = element("button", { text: `${sample.tokens.length - to} more tokens` });
+  more.addEventListener("click", () => { more.remove(); showTokens(tokens, sample, to); });
+  tokens.append(more);
+}
+
+function paint(span) {
+  span.style.background = shade(byId("colour").value, span.of);
+}
+
+function shade(by, { logprobs, versions, ratios }) {
+  if (by === "logprobs") return `rgba(213,94,0,${Math.min(0.75, logprobs === null ? 1 : -logprobs / 6).toFixed(3)})`;
   if (by === "ratios") {
-    const ratio = sample.ratios[at];
-    if (ratio === null) return "transparent";
-    return `rgba(${ratio > 1 ? "213,94,0" : "0,114,178"},${Math.min(0.75, Math.abs(Math.log2(ratio))).toFixed(3)})`;
+    if (ratios === null) return "transparent";
+    return `rgba(${ratios > 1 ? "213,94,0" : "0,114,178"},${Math.min(0.75, Math.abs(Math.log2(ratios))).toFixed(3)})`;
   }
   const hues = [205, 35, 160, 320, 55];
-  return `hsla(${hues[((sample.versions[at] % 5) + 5) % 5]},80%,50%,0.28)`;
+  return `hsla(${hues[((versions % 5) + 5) % 5]},80%,50%,0.28)`;
 }
 
 const LEGENDS = {
@@ -185,12 +225,12 @@ function select(name) {
 byId("tab-charts").addEventListener("click", () => select("charts"));
 byId("tab-rollouts").addEventListener("click", () => select("rollouts"));
 byId("which").addEventListener("change", loadRollouts);
-byId("colour").addEventListener("change", () => { legend(); byId("groups").replaceChildren(...groups.map(groupCard)); });
+byId("colour").addEventListener("change", () => { legend(); document.querySelectorAll(".tokens span").forEach(paint); });
 byId("follow").addEventListener("click", event => {
   const on = event.currentTarget.getAttribute("aria-pressed") !== "true";
   event.currentTarget.setAttribute("aria-pressed", String(on));
 });
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => newest && show());
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { drawn.clear(); if (newest) show(); });
 
 async function follow() {
   if (byId("follow").getAttribute("aria-pressed") === "true" && !document.hidden && !byId("charts").hidden) await refresh();

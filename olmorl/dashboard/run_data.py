@@ -1,6 +1,7 @@
 """What the page reads of one run directory, kept in memory and read on as the files grow."""
 
 import json
+import re
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -8,51 +9,75 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from olmorl.contract.errors import ConfigError
+from olmorl.contract.generation import OBSERVED
 
 LIVE_SECONDS = 60.0  # a run that wrote nothing for so long is not called live
 TIMELINE_ROWS = 20_000  # kept of the timeline
-_COLUMNS = ["token_ids", "version_spans", "step", "finish_reason", "fate", "reward"]
+_COLUMNS = ["version_spans", "step", "finish_reason", "fate"]
+_STEP_FILE = re.compile(r"step_(\d+)\.parquet")
 
 
 class Growing:
-    """Whole lines of a jsonl file, each read once; a file that shrank or was replaced is read anew."""
+    """Whole lines of a jsonl file, each read once; a file that shrank or was replaced is read anew. What is no JSON
+    object, as a full disk leaves, is counted and left out."""
 
     def __init__(self, path: Path, *, keep: int | None = None) -> None:
-        self._path = path
+        self.path = path
+        self._keep = keep
         self._read = 0
         self._inode = 0
         self.rows: deque[dict[str, Any]] = deque(maxlen=keep)
+        self.unreadable = 0
 
     def refresh(self) -> None:
         try:
-            stat = self._path.stat()
+            stat = self.path.stat()
         except FileNotFoundError:
-            self.rows.clear()
-            self._read = 0
+            self._begin(0)
             return
         if stat.st_ino != self._inode or stat.st_size < self._read:
-            self.rows.clear()
-            self._read, self._inode = 0, stat.st_ino
-        with self._path.open("rb") as file:
+            self._begin(stat.st_ino)
+        with self.path.open("rb") as file:
             file.seek(self._read)
             text = file.read()
         whole = text.rfind(b"\n") + 1
         self._read += whole
-        self.rows.extend(json.loads(line) for line in text[:whole].splitlines())
+        lines = text[:whole].splitlines()
+        for line in lines if self._keep is None else lines[-self._keep :]:
+            row = _object(line)
+            if row is None:
+                self.unreadable += 1
+            else:
+                self.rows.append(row)
+
+    def _begin(self, inode: int) -> None:
+        self.rows.clear()
+        self._read, self._inode, self.unreadable = 0, inode, 0
+
+
+def _object(text: str | bytes) -> dict[str, Any] | None:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSamples:
-    """Of one step's rollouts, what the histograms need; one entry a sample, ages one a trained token."""
+    """Of one step's rollouts, what the histograms need."""
 
     lengths: np.ndarray
+    """of each sample, the tokens that the policy drew"""
     truncated: np.ndarray
     lags: np.ndarray
-    """of a trained sample: version trained on minus the oldest version among its tokens"""
+    """[n] trained samples whose oldest token is n versions older than the policy that was trained"""
     ages: np.ndarray
+    """[n] tokens of trained samples, of that age"""
 
 
 class RunData:
@@ -68,27 +93,38 @@ class RunData:
                 f"{directory} is no run directory: it has neither config.toml nor metrics.jsonl; give one that "
                 "olmorl train has written, such as outputs/quickstart"
             )
-        self.directory = directory
+        self.directory = directory.absolute()
+        self.name = directory.resolve().name
         self.summary: dict[str, Any] = {}
         self._samples: dict[int, tuple[int, StepSamples]] = {}
         self._metrics = Growing(self.directory / "metrics.jsonl")
         self._timeline = Growing(self.directory / "timeline.jsonl", keep=TIMELINE_ROWS)
-
-    @property
-    def name(self) -> str:
-        return self.directory.name
+        self._broken: set[str] = set()
 
     def refresh(self) -> None:
+        """What was read stays when the directory is renamed or removed."""
+        if not self.directory.is_dir():
+            return
         self._metrics.refresh()
         self._timeline.refresh()
-        try:
-            self.summary = json.loads((self.directory / "summary.json").read_text())
-        except FileNotFoundError:
-            self.summary = {}
+        self._broken.clear()
+        path = self.directory / "summary.json"
+        found = _object(path.read_bytes()) if path.exists() else {}
+        if found is None:
+            self._broken.add(path.name)
+        self.summary = found or {}
+
+    @property
+    def unreadable(self) -> list[str]:
+        """Files that are damaged, and how many lines of those of lines."""
+        lines = [f"{f.unreadable} lines of {f.path.name}" for f in (self._metrics, self._timeline) if f.unreadable]
+        return [*lines, *sorted(self._broken)]
 
     @property
     def status(self) -> str:
-        """finished, another exit reason, live, or silent."""
+        """finished, another exit reason, live, silent, or gone with its directory."""
+        if not self.directory.is_dir():
+            return "gone"
         if reason := self.summary.get("exit_reason"):
             return str(reason)
         return "live" if self._is_fresh else "silent"
@@ -100,14 +136,19 @@ class RunData:
     @property
     def state(self) -> tuple[object, ...]:
         """Equal as long as there is nothing new to show. Reads no file."""
-        files = [self.directory / name for name in ("metrics.jsonl", "timeline.jsonl", "summary.json", "rollouts")]
-        return (self._is_fresh, *(f.stat().st_mtime_ns if f.exists() else 0 for f in files))
+        return (self._is_fresh, *map(self._written, ("metrics.jsonl", "timeline.jsonl", "summary.json", "rollouts")))
 
     @property
     def last_sign(self) -> float:
         """When a file of it was last written, seconds since the epoch."""
-        files = [self.directory / name for name in ("metrics.jsonl", "timeline.jsonl", "config.toml")]
-        return max((f.stat().st_mtime for f in files if f.exists()), default=0.0)
+        return max(map(self._written, ("metrics.jsonl", "timeline.jsonl", "config.toml"))) / 1e9
+
+    def _written(self, name: str) -> int:
+        """When, in nanoseconds; 0 for what is not there."""
+        try:
+            return (self.directory / name).stat().st_mtime_ns
+        except FileNotFoundError:
+            return 0
 
     def series(self, name: str) -> tuple[list[int], list[float]]:
         """Steps and values of a metric, where it was measured."""
@@ -132,39 +173,43 @@ class RunData:
         return [row for row in rows if row["t"] >= start]
 
     def rollout_steps(self) -> list[int]:
-        return sorted(
-            int(path.stem.removeprefix("step_")) for path in (self.directory / "rollouts").glob("step_*.parquet")
-        )
+        names = (path.name for path in (self.directory / "rollouts").glob("step_*.parquet"))
+        return sorted(int(found[1]) for name in names if (found := _STEP_FILE.fullmatch(name)))
 
     def rollouts_file(self, step: int) -> Path:
         return self.directory / "rollouts" / f"step_{step:06d}.parquet"
 
     def samples(self, count: int) -> list[StepSamples]:
-        """Of the newest `count` steps that have rollouts; a file is read once."""
-        found = []
+        """Of the newest `count` steps whose rollouts can be read; a file is read once."""
+        kept, self._samples = self._samples, {}
         for step in self.rollout_steps()[-count:]:
-            written = self.rollouts_file(step).stat().st_mtime_ns
-            kept = self._samples.get(step)
-            if kept is None or kept[0] != written:
-                kept = self._samples[step] = (written, _step_samples(self.rollouts_file(step)))
-            found.append(kept[1])
-        return found
+            path = self.rollouts_file(step)
+            try:
+                written = path.stat().st_mtime_ns
+                known = kept.get(step)
+                self._samples[step] = known if known and known[0] == written else (written, _step_samples(path))
+            except (OSError, pa.ArrowException):  # damaged, or just set aside by a resume
+                self._broken.add(f"{path.parent.name}/{path.name}")
+        return [samples for _, samples in self._samples.values()]
 
 
 def _step_samples(path: Path) -> StepSamples:
-    table = pq.read_table(path, columns=_COLUMNS)
-    lengths = np.diff(table["token_ids"].combine_chunks().offsets.to_numpy())
-    trained = np.asarray(table["fate"].to_pylist()) == "trained"
-    lags, ages = [], []
-    for spans, step in zip(
-        table["version_spans"].filter(trained).to_pylist(), table["step"].filter(trained).to_pylist(), strict=True
-    ):
-        versions = np.array([span["version"] for span in spans])
-        lags.append(step - 1 - versions.min())
-        ages.append(np.repeat(step - 1 - versions, [span["end"] - span["start"] for span in spans]))
+    # read_table and to_numpy would import pandas: a second or more before the first chart.
+    table = pq.ParquetFile(path).read(columns=_COLUMNS)
+    spans = table["version_spans"].combine_chunks()
+    sample_S = np.repeat(np.arange(len(spans)), np.diff(np.from_dlpack(spans.offsets)))
+    parts: list[Any] = spans.flatten().flatten()
+    version_S, start_S, end_S = (np.asarray(np.from_dlpack(part), np.int64) for part in parts)
+    tokens_S = np.where(version_S == OBSERVED, 0, end_S - start_S)
+    trained = np.array(table["fate"].to_pylist(), object) == "trained"
+    step = np.asarray(np.from_dlpack(table["step"].combine_chunks()), np.int64)
+    age_S = np.maximum(step[sample_S] - 1 - version_S, 0)
+    counted_S = trained[sample_S] & (tokens_S > 0)
+    oldest = np.full(len(spans), -1)
+    np.maximum.at(oldest, sample_S[counted_S], age_S[counted_S])
     return StepSamples(
-        lengths=lengths,
-        truncated=np.asarray(table["finish_reason"].to_pylist()) == "length",
-        lags=np.array(lags, np.int64),
-        ages=np.concatenate(ages) if ages else np.zeros(0, np.int64),
+        lengths=np.bincount(sample_S, weights=tokens_S, minlength=len(spans)).astype(np.int64),
+        truncated=np.array(table["finish_reason"].to_pylist(), object) == "length",
+        lags=np.bincount(oldest[oldest >= 0]),
+        ages=np.bincount(age_S[counted_S], weights=tokens_S[counted_S]).astype(np.int64),
     )

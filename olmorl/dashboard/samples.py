@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 from tokenizers import Tokenizer
 
 from olmorl.dashboard.run_data import RunData
-from olmorl.metrics.rollout_log import RolloutRow, read_rollouts
+from olmorl.metrics.rollout_log import ROLLOUT_SCHEMA, RolloutRow, read_rollouts
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,9 +21,12 @@ class TokenTexts:
     tokenizer: Tokenizer | None
 
     def pieces(self, token_ids: np.ndarray) -> list[str]:
+        distinct, places = np.unique(token_ids, return_inverse=True)
         if self.tokenizer is None:
-            return [f"⟨{token}⟩" for token in token_ids]
-        return [self.tokenizer.decode([int(token)], skip_special_tokens=False) for token in token_ids]
+            texts = [f"⟨{token}⟩" for token in distinct]
+        else:
+            texts = [self.tokenizer.decode([int(token)], skip_special_tokens=False) for token in distinct]
+        return [texts[place] for place in places]
 
     def text(self, token_ids: np.ndarray) -> str:
         if self.tokenizer is None:
@@ -30,7 +34,6 @@ class TokenTexts:
         return str(self.tokenizer.decode([int(token) for token in token_ids], skip_special_tokens=False))
 
 
-@lru_cache(maxsize=4)
 def token_texts(directory: Path) -> TokenTexts:
     """From the run's export, else from the model its config names; without either, ids stand for texts."""
     folders = sorted((directory / "export").glob("step_*"), reverse=True)
@@ -40,31 +43,43 @@ def token_texts(directory: Path) -> TokenTexts:
     for folder in folders:
         for place in (folder / "tokenizer.json", directory.parent.parent / folder / "tokenizer.json"):
             if place.exists():
-                return TokenTexts(Tokenizer.from_file(str(place)))
+                return TokenTexts(_tokenizer(str(place)))
     return TokenTexts(None)
 
 
+@lru_cache(maxsize=4)
+def _tokenizer(path: str) -> Tokenizer:
+    return Tokenizer.from_file(path)
+
+
 def step_groups(run: RunData, step: int) -> list[dict[str, Any]]:
-    """The groups of a step: the prompt and its ground truth, and each sample with its tokens, and of each token the
-    logprob, policy version and importance ratio."""
+    """The groups of a step without what their samples hold: of a long step that is gigabytes."""
+    rewards: dict[str, list[float | None]] = {}
+    prompts: dict[str, str] = {}
+    for row in _columns(run.rollouts_file(step), "prompt_id", "prompt", "reward"):
+        rewards.setdefault(row["prompt_id"], []).append(row["reward"])
+        prompts.setdefault(row["prompt_id"], (row["prompt"] or "")[:120])
+    return [
+        {"prompt_id": name, "prompt": prompts[name], "num_samples": len(of_group), "mean_reward": mean_reward(of_group)}
+        for name, of_group in rewards.items()
+    ]
+
+
+def read_group(run: RunData, step: int, prompt_id: str) -> dict[str, Any]:
+    """One group: the prompt and its ground truth; each sample with its tokens; and of each token the logprob, policy
+    version and importance ratio. Raises LookupError: the step has no such group."""
+    rows = sorted(read_rollouts(run.rollouts_file(step), prompt_id=prompt_id), key=lambda row: row.sample)
+    if not rows:
+        raise LookupError(f"no prompt {prompt_id!r} in step {step}")
     texts = token_texts(run.directory)
-    groups: dict[str, dict[str, Any]] = {}
-    for row in read_rollouts(run.rollouts_file(step)):
-        group = groups.setdefault(
-            row.prompt_id,
-            {
-                "prompt_id": row.prompt_id,
-                "source": row.data_source,
-                "prompt": texts.text(row.prompt_token_ids),
-                "ground_truth": row.ground_truth,
-                "samples": [],
-            },
-        )
-        group["samples"].append(_sample(row, texts))
-    for group in groups.values():
-        group["samples"].sort(key=lambda sample: sample["sample"])
-        group["mean_reward"] = mean_reward([s["reward"] for s in group["samples"]])
-    return list(groups.values())
+    return {
+        "prompt_id": prompt_id,
+        "source": rows[0].data_source,
+        "prompt": texts.text(rows[0].prompt_token_ids),
+        "ground_truth": rows[0].ground_truth,
+        "mean_reward": mean_reward([row.reward for row in rows]),
+        "samples": [_sample(row, texts) for row in rows],
+    }
 
 
 def mean_reward(rewards: list[float | None]) -> float | None:
@@ -81,8 +96,12 @@ def ratios_of(row: RolloutRow) -> list[float | None]:
     """Of each token the learner's probability over the one it was drawn with; None where no step trained it."""
     if len(row.learner_logprobs) == 0:
         return [None] * len(row.token_ids)
-    ratios = np.exp(np.clip(row.learner_logprobs - row.logprobs, -20.0, 20.0))
-    return [round(float(ratio), 4) if np.isfinite(ratio) else None for ratio in ratios]
+    return _numbers(np.exp(np.clip(row.learner_logprobs - row.logprobs, -20.0, 20.0)))
+
+
+def _numbers(values: np.ndarray) -> list[float | None]:
+    """JSON knows no infinity and no NaN."""
+    return [round(float(value), 4) if np.isfinite(value) else None for value in values]
 
 
 def _sample(row: RolloutRow, texts: TokenTexts) -> dict[str, Any]:
@@ -97,7 +116,11 @@ def _sample(row: RolloutRow, texts: TokenTexts) -> dict[str, Any]:
         "finish_reason": row.finish_reason,
         "worker": row.worker,
         "tokens": texts.pieces(row.token_ids),
-        "logprobs": [round(float(x), 4) for x in row.logprobs],
+        "logprobs": _numbers(row.logprobs),
         "versions": versions_of(row),
         "ratios": ratios_of(row),
     }
+
+
+def _columns(path: Path, *names: str) -> list[dict[str, Any]]:
+    return pq.read_table(path, columns=list(names), schema=ROLLOUT_SCHEMA).to_pylist()

@@ -2,12 +2,13 @@
 the host, and nothing is written."""
 
 import asyncio
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from plotly.io.json import to_json_plotly
 from plotly.offline import get_plotlyjs
+from pyarrow import ArrowException
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
@@ -18,7 +19,7 @@ from starlette.routing import Route
 
 from olmorl.dashboard.charts import CHARTS
 from olmorl.dashboard.run_data import RunData
-from olmorl.dashboard.samples import step_groups
+from olmorl.dashboard.samples import read_group, step_groups
 
 _PAGE = Path(__file__).with_name("page.html")
 _SCRIPT = Path(__file__).with_name("page.js")
@@ -39,6 +40,7 @@ def dashboard_app(directories: list[Path]) -> Starlette:
         ConfigError: one of them is no run directory.
     """
     runs = [RunData(path) for path in directories]
+    _tell_apart(runs)
     lock = asyncio.Lock()  # one request reads the files at a time
     drawn: tuple[object, str] = (None, "")
 
@@ -57,7 +59,14 @@ def dashboard_app(directories: list[Path]) -> Starlette:
             return PlainTextResponse("step must be a number, as in /rollouts?step=3", status_code=400)
         if step not in runs[0].rollout_steps():
             return PlainTextResponse(f"no rollouts of step {step} here", status_code=404)
-        return JSONResponse(await asyncio.to_thread(step_groups, runs[0], step))
+        prompt = request.query_params.get("prompt")
+        read = partial(step_groups, runs[0], step) if prompt is None else partial(read_group, runs[0], step, prompt)
+        try:
+            return JSONResponse(await asyncio.to_thread(read))
+        except LookupError as error:
+            return PlainTextResponse(str(error.args[0]), status_code=404)
+        except (OSError, ArrowException) as error:
+            return PlainTextResponse(f"the rollouts of step {step} cannot be read: {error}", status_code=500)
 
     return Starlette(
         routes=[
@@ -81,27 +90,38 @@ async def _add_headers(request: Request, call_next: RequestResponseEndpoint) -> 
     return response
 
 
+def _tell_apart(runs: list[RunData]) -> None:
+    """Runs whose directories have the same name get as much of their path as tells them apart."""
+    paths = [run.directory.resolve() for run in runs]
+    for depth in range(1, max(len(path.parts) for path in paths) + 1):
+        names = ["/".join(path.parts[-depth:]) for path in paths]
+        if len(set(names)) == len(set(paths)):
+            break
+    for run, name in zip(runs, names, strict=True):
+        run.name = name
+
+
 def _charts(runs: list[RunData]) -> str:
     for run in runs:
         run.refresh()
+    charts = []
+    for chart in CHARTS:
+        figure = chart.make(runs)
+        shown = {"data": figure.data, "layout": figure.layout}
+        charts.append({"id": chart.id, "title": chart.title, "says": chart.says, "figure": shown})
     return str(
         to_json_plotly(
             {
-                "runs": [{"name": run.name, "status": run.status, "step": run.last_step} for run in runs],
+                "runs": [
+                    {"name": run.name, "status": run.status, "step": run.last_step, "unreadable": run.unreadable}
+                    for run in runs
+                ],
                 "tiles": _tiles(runs[0]),
                 "steps": runs[0].rollout_steps(),
-                "charts": [
-                    {"id": c.id, "title": c.title, "says": c.says, "figure": _plain(c.make(runs))} for c in CHARTS
-                ],
+                "charts": charts,
             }
         )
     )
-
-
-def _plain(figure: Any) -> dict[str, Any]:
-    found = figure.to_dict()
-    found["layout"].pop("template", None)  # the page has its own, and 7 KB a chart are felt through a tunnel
-    return dict(found)
 
 
 def _tiles(run: RunData) -> list[dict[str, str]]:

@@ -22,6 +22,12 @@ DIALECTS = (
     "prompt, data_source, reward_model{ground_truth} (verl)",
     "prompt | question | problem | messages with answer | solution | ground_truth (TRL, GSM8K, MATH)",
 )
+_LACKING = {
+    PROMPT_COLUMNS: f"are no known dialect; known are: {'; '.join(DIALECTS)}. Other names can be given as "
+    "prompt_column and answer_column of the data source",
+    ANSWER_COLUMNS: f"hold no answer to score completions by ({' | '.join(ANSWER_COLUMNS)}); one of another name can "
+    "be given as answer_column of the data source (--answer-column)",
+}
 GSM8K_ANSWER = re.compile(r"####\s*(\S.*?)\s*\Z")  # what GSM8K puts behind its worked solution
 
 
@@ -130,17 +136,14 @@ def _read_verifier(named: object, answer: object, place: str) -> tuple[Check, ..
     return tuple(Check(name, truth) for name, truth in zip(names, answer, strict=True))
 
 
-def _find_column(row: Row, wanted: str | None, known: Sequence[str], place: str) -> str:
+def _find_column(row: Row, wanted: str | None, known: tuple[str, ...], place: str) -> str:
     if wanted is not None:
         if wanted not in row:
             raise DataError(f"{place}: there is no column {wanted!r}; there are {', '.join(row) or '(none)'}")
         return wanted
     found = next((name for name in known if name in row), None)
     if found is None:
-        raise DataError(
-            f"{place}: the columns {', '.join(row) or '(none)'} are no known dialect; known are: "
-            f"{'; '.join(DIALECTS)}. Other names can be given as prompt_column and answer_column of the data source"
-        )
+        raise DataError(f"{place}: the columns {', '.join(row) or '(none)'} {_LACKING[known]}")
     return found
 
 

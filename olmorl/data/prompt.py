@@ -5,6 +5,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+ROUNDING = 1e-6  # of rewards: 0.6 + 0.3 + 0.1 is less than 1
+
+
+def passes(reward: float, full_reward: float) -> bool:
+    return reward >= full_reward - ROUNDING
+
 
 class Check(NamedTuple):
     """What one verifier is to judge a completion by."""
@@ -31,6 +37,11 @@ class EncodedExample:
     """what the model talks to before it is judged"""
     lengths: tuple[int, ...] | None = None
     """tokens that each response is given, whatever the model says; None, but for loads that are measured"""
+    full_reward: float = 1.0
+    """of a response that satisfies every verifier; it passes"""
+
+    def is_passed_by(self, reward: float) -> bool:
+        return passes(reward, self.full_reward)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 import logging
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from olmorl.config.data_sections import SourceSection
@@ -59,9 +59,10 @@ def load_prompts(
     max_prompt_tokens: int,
     verifiers: Sequence[str] | None = None,
     environment: str | None = None,
+    full_reward: Callable[[Sequence[Check]], float] = lambda checks: 1.0,
 ) -> PromptSet:
     """Read `sources` in order. Prompts longer than `max_prompt_tokens` are left out, counted and said. `verifiers` and
-    `environment` take the place of what rows and sources say.
+    `environment` take the place of what rows and sources say. `full_reward` is what a row's verifiers give at most.
 
     Raises DataError for what cannot be read, and when nothing is left of a source.
     """
@@ -71,7 +72,7 @@ def load_prompts(
     too_long: list[int] = []
     first = 0
     for section in sections:
-        encoded = _encode_source(section, first=first, encoder=encoder, verifiers=verifiers)
+        encoded = _encode_source(section, first=first, encoder=encoder, verifiers=verifiers, full_reward=full_reward)
         if environment is not None:
             encoded = [replace(example, environment=environment) for example in encoded]
         first += len(encoded)
@@ -88,8 +89,23 @@ def load_prompts(
     return PromptSet(tuple(examples), tuple(shares))
 
 
+def check_lengths(examples: Iterable[EncodedExample], *, samples_per_prompt: int) -> None:
+    """Raises DataError for a row that says how long its responses are, but not of as many as are drawn."""
+    for example in examples:
+        if example.lengths is not None and len(example.lengths) != samples_per_prompt:
+            raise DataError(
+                f"{example.place}: the row says how long {len(example.lengths)} responses are, but "
+                f"{samples_per_prompt} are drawn"
+            )
+
+
 def _encode_source(
-    source: SourceSection, *, first: int, encoder: PromptEncoder, verifiers: Sequence[str] | None
+    source: SourceSection,
+    *,
+    first: int,
+    encoder: PromptEncoder,
+    verifiers: Sequence[str] | None,
+    full_reward: Callable[[Sequence[Check]], float],
 ) -> list[EncodedExample]:
     places: list[str] = []
     texts: list[str] = []
@@ -120,6 +136,7 @@ def _encode_source(
             place=places[i],
             environment=environments[i],
             lengths=lengths[i],
+            full_reward=full_reward(checks[i]),
         )
         for i, token_ids in enumerate(encoded)
     ]

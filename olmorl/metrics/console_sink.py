@@ -6,10 +6,13 @@ from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Column
 
+from olmorl.metrics.duration import duration
 from olmorl.metrics.rollout_log import RolloutRow
 
 _LINES_WITHOUT_TERMINAL = 40  # in a whole run
+_ROOM_FOR_BAR = 120  # columns
 
 
 class ConsoleSink:
@@ -31,12 +34,16 @@ class ConsoleSink:
         if self._console.is_terminal:
             self._progress = Progress(
                 TextColumn("step {task.completed}/{task.total}"),
-                BarColumn(bar_width=16),
-                TextColumn("{task.fields[status]}"),
+                *[BarColumn(bar_width=16)][: self._console.width >= _ROOM_FOR_BAR],
+                TextColumn("{task.fields[left]}"),
+                TextColumn("{task.fields[status]}", table_column=Column(ratio=1, no_wrap=True)),  # which is cut first
                 console=self._console,
                 refresh_per_second=1,
+                expand=True,
             )
-            self._task = self._progress.add_task("train", total=total_steps, completed=first_step, status="starting")
+            self._task = self._progress.add_task(
+                "train", total=total_steps, completed=first_step, status="starting", left=""
+            )
             self._progress.start()
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
@@ -45,11 +52,12 @@ class ConsoleSink:
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)
         if "reward/mean" not in metrics:
             return
-        status = " · ".join([*_status(metrics), *self._eta(step)])
+        status, left = " · ".join(_status(metrics)), self._left(step)
         if self._progress is not None:
-            self._progress.update(self._task, completed=step, status=status)
+            self._progress.update(self._task, completed=step, status=status, left=left)
         elif step == self._first + 1 or step % self._every == 0 or step == self._total:
-            self._console.print(f"step {step}/{self._total} · {status}", markup=False, highlight=False, soft_wrap=True)
+            line = f"step {step}/{self._total} · {status}" + (f" · {left}" if left else "")
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def write_samples(self, version: int, samples: Mapping[str, Sequence[RolloutRow]]) -> None:
         """Too much for a console."""
@@ -59,13 +67,13 @@ class ConsoleSink:
             self._progress.stop()
             self._progress = None
 
-    def _eta(self, step: int) -> list[str]:
+    def _left(self, step: int) -> str:
         assert self._began is not None, "a row was written"
         first, then = self._began
         if step == first:
-            return []
+            return ""
         seconds = (time.monotonic() - then) / (step - first) * (self._total - step)
-        return [f"{_duration(seconds)} left"]
+        return f"{duration(seconds)} left"
 
 
 def _status(metrics: Mapping[str, float]) -> list[str]:
@@ -100,9 +108,3 @@ def _evaluations(step: int, metrics: Mapping[str, float]) -> list[str]:
 def _estimate(label: str, name: str, metrics: Mapping[str, float]) -> str:
     error = metrics.get(f"{name}_stderr", math.nan)
     return f"{label} {metrics[name]:.3f}" + (f" ± {error:.3f}" if math.isfinite(error) else "")
-
-
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from olmorl.contract.errors import DataError
 from olmorl.contract.generation import FinishReason, KvEvent, VersionSpan
 from olmorl.metrics.ledger import Bin
 
@@ -112,18 +113,20 @@ def write_rollouts(path: Path, rows: Sequence[RolloutRow]) -> None:
     os.replace(partial_path, path)
 
 
-def read_rollouts(path: Path) -> list[RolloutRow]:
-    """The rows of one step's file."""
-    return _rows(pq.read_table(path, schema=ROLLOUT_SCHEMA))
+def rollout_files(run: Path) -> list[Path]:
+    """Of a run's steps, in order. Raises DataError if it wrote none."""
+    files = sorted((run / "rollouts").glob("step_*.parquet"))
+    if not files:
+        raise DataError(
+            f"{run} has no rollouts; it must be the directory of a run with logging.rollouts = true, some steps on"
+        )
+    return files
 
 
-def find_rollout(path: Path, rollout_id: str) -> RolloutRow | None:
-    return next(
-        iter(_rows(pq.read_table(path, schema=ROLLOUT_SCHEMA, filters=[("rollout_id", "=", rollout_id)]))), None
-    )
-
-
-def _rows(table: pa.Table) -> list[RolloutRow]:
+def read_rollouts(path: Path, **equal: str) -> list[RolloutRow]:
+    """The rows of one step's file, or those with such a value in a column, as in `prompt_id="0_17"`."""
+    filters = [(column, "=", value) for column, value in equal.items()]
+    table = pq.read_table(path, schema=ROLLOUT_SCHEMA, filters=filters or None)
     columns = [_values(table.column(field.name).combine_chunks()) for field in ROLLOUT_SCHEMA]
     return [RolloutRow(**dict(zip(ROLLOUT_SCHEMA.names, row, strict=True))) for row in zip(*columns, strict=True)]
 

@@ -7,7 +7,7 @@ Its own step must only grow and counts every log call; ours is the metric `progr
 import logging
 import os
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,29 +26,44 @@ WandbMode = Literal["auto", "online", "offline", "disabled"]
 
 
 class WandbSink:
+    """When wandb's own process dies, one warning says so, and the run goes on without it."""
+
     def __init__(self, run: "Run") -> None:
         self._run: Run | None = run
         run.define_metric("progress/step")
         run.define_metric("*", step_metric="progress/step")
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
-        assert self._run is not None, "written after close"
-        self._run.log({**metrics, "progress/step": step})
+        self._log({**metrics, "progress/step": step})
 
     def write_samples(self, version: int, samples: Mapping[str, Sequence[RolloutRow]]) -> None:
         """A table for each set: the first sample of its first prompts, the same at every version."""
-        assert self._run is not None, "written after close"
         import wandb
 
         for name, rows in samples.items():
             shown = [row for row in rows if row.sample == 0][:TABLE_ROWS]
             table = wandb.Table(columns=list(TABLE_COLUMNS), data=[_table_row(row, version) for row in shown])
-            self._run.log({f"eval/{name}/samples": table, "progress/step": version})
+            self._log({f"eval/{name}/samples": table, "progress/step": version})
 
     def close(self) -> None:
-        run, self._run = self._run, None
-        if run is not None:
-            run.finish()
+        self._try(lambda run: run.finish())
+        self._run = None
+
+    def _log(self, row: dict[str, Any]) -> None:
+        self._try(lambda run: run.log(row))
+
+    def _try(self, work: "Callable[[Run], object]") -> None:
+        if self._run is None:
+            return
+        try:
+            work(self._run)
+        except Exception as error:
+            self._run = None
+            logger.warning(
+                "wandb takes no more (%s: %s); the run goes on without it, metrics are in metrics.jsonl",
+                type(error).__name__,
+                error,
+            )
 
 
 def _table_row(row: RolloutRow, version: int) -> list[Any]:

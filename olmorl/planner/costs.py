@@ -94,12 +94,12 @@ class EngineCost:
 
     def kv_tokens(self, slots: int, *, memory_share: float = 0.9) -> int:
         """Tokens that layers which see everything can hold, beside the weights and what sliding layers hold of so many
-        sequences: their window at most."""
+        sequences: their window at most, and no more than the others hold."""
         shape = self.shape
         free = self.kv_room(memory_share=memory_share)
         if shape.window is None or not shape.full_share:
             return int(free)
-        return max(0, int((free - slots * shape.window * (1 - shape.full_share)) / shape.full_share))
+        return int(max(free, (free - slots * shape.window * (1 - shape.full_share)) / shape.full_share))
 
     def kv_room(self, *, memory_share: float = 0.9) -> float:
         """Tokens whose keys and values fit beside the weights, if every layer holds all of them."""
@@ -112,15 +112,14 @@ LEARNER_EFFICIENCY = 0.35
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerCost:
-    """Of `ranks` devices that train together: three forward passes' worth of FLOPs a token, a prompt once for its
-    group."""
+    """Of `ranks` devices that train together; a prompt is computed once for its group."""
 
     shape: ModelShape
     device: Device
     ranks: int
     efficiency: float = LEARNER_EFFICIENCY
-    recompute: float = 4 / 3
-    """activation checkpointing computes the forward pass once more"""
+    passes: float = 4.0
+    """forward passes' worth of FLOPs: forward and backward are three, activation checkpointing is one more"""
     step_overhead: float = 2.0
 
     def train_seconds(self, prompt_tokens: int, groups: Sequence[Sequence[int]]) -> float:
@@ -130,8 +129,8 @@ class LearnerCost:
         flops = 0.0
         for lengths in groups:
             pairs = before + sum(sum_seen(shape, prompt + n) - before for n in lengths)
-            flops += 3 * shape.flops(prompt + sum(lengths), pairs)
-        return self.step_overhead + self.recompute * flops / (self.device.flops * self.ranks * self.efficiency)
+            flops += self.passes * shape.flops(prompt + sum(lengths), pairs)
+        return self.step_overhead + flops / (self.device.flops * self.ranks * self.efficiency)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

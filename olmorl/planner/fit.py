@@ -62,7 +62,7 @@ def fitted_learner(shape: ModelShape, bench: Mapping[str, Any]) -> LearnerCost:
         device=Device(name="measured", flops=peak, bandwidth=1.0, memory=MEMORY),
         ranks=1,
         efficiency=rate / peak,
-        recompute=1.0,
+        passes=3.0,
         step_overhead=max(0.0, bench["seconds"] - bench["flops"] / rate),
     )
 

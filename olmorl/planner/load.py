@@ -11,6 +11,7 @@ from statistics import NormalDist
 import pyarrow.parquet as pq
 
 from olmorl.contract.errors import ConfigError
+from olmorl.metrics.rollout_log import rollout_files
 
 SIGMA = 0.9  # of the logarithm; the spread that fits published length histograms of thinking models
 
@@ -66,10 +67,8 @@ def lognormal_lengths(mean: float, longest: int, *, sigma: float = SIGMA, count:
 def read_lengths(path: Path) -> list[int]:
     """From a run directory's rollouts, or from a JSON list of numbers."""
     if path.is_dir():
-        files = sorted((path / "rollouts").glob("step_*.parquet"))
-        if not files:
-            raise ConfigError(f"{path} has no rollouts to take lengths from; give a run directory or a JSON list")
-        offsets = [pq.read_table(f, columns=["token_ids"])["token_ids"].combine_chunks().offsets for f in files]
+        tables = [pq.read_table(file, columns=["token_ids"]) for file in rollout_files(path)]
+        offsets = [table["token_ids"].combine_chunks().offsets for table in tables]
         return [int(b - a) for o in offsets for a, b in zip(o.to_pylist(), o.to_pylist()[1:], strict=False)]
     try:
         lengths = json.loads(path.read_text())

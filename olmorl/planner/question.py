@@ -7,15 +7,18 @@ from typing import Any
 
 from olmorl.config.schema import Config
 from olmorl.contract.errors import ConfigError
-from olmorl.planner.costs import LEARNER_EFFICIENCY, EngineCost, device
+from olmorl.planner.costs import EngineCost, LearnerCost, SyncCost, device
 from olmorl.planner.fit import fitted_engine, fitted_learner
 from olmorl.planner.load import Load, lognormal_lengths, read_lengths
 from olmorl.planner.plan import MOST_PARALLEL, Question
+from olmorl.planner.recorded import setup_of_run
+from olmorl.planner.setup import Sharing
 from olmorl.planner.shape import model_shape
 
 MEAN_OF_LONGEST = 14628 / 32768
 """OLMo 3's; taken where nothing is said of lengths"""
 ZERO_VARIANCE = 0.3
+IN_TURNS = Sharing(engine=2.0, learner=2.0)  # two processes that both have work for one device
 
 
 def question_of(
@@ -50,35 +53,36 @@ def question_of(
             f"a plan splits at least 2 devices, and here is {num_devices}; one that serves both roles "
             "(inference.gpu_share, learner.gpu_share) needs no plan, and --as-given tells what to expect of it"
         )
-    model = model_shape(shape or config.model.path)
+    model = replace(model_shape(shape or config.model.path), element_size=4 if config.model.dtype == "float32" else 2)
     longest = rollout.max_response_tokens
-    drawn = read_lengths(lengths) if lengths else lognormal_lengths(mean_length or MEAN_OF_LONGEST * longest, longest)
+    mean = max(1.0, MEAN_OF_LONGEST * longest) if mean_length is None else mean_length
+    drawn = read_lengths(lengths) if lengths else lognormal_lengths(mean, longest)
     held = replace(model, quantization=inference.quantization, quantize_head=inference.quantize_head)
     engine = EngineCost(shape=held, device=hardware)
     if bench is not None:
         engine = fitted_engine(engine, read_bench(bench, "--bench"))
-    efficiency = LEARNER_EFFICIENCY
+    passes = 3 + config.learner.activation_checkpointing
+    learner = LearnerCost(shape=model, device=engine.device, ranks=1, passes=passes)
     if learner_bench is not None:
-        efficiency = fitted_learner(model, read_bench(learner_bench, "--learner-bench")).efficiency
-    return Question(
-        shape=model,
-        device=hardware,
-        num_devices=num_devices,
-        node_size=node_size if inference.quantization is None else 1,
-        shared=shared,
+        learner = fitted_learner(model, read_bench(learner_bench, "--learner-bench"))
+    run = setup_of_run(
+        config,
         load=Load(
             lengths=[min(n, longest) for n in drawn],
-            prompt_tokens=rollout.max_prompt_tokens // 2,
+            prompt_tokens=max(1, rollout.max_prompt_tokens // 2),
             zero_variance=zero_variance,
         ),
-        prompts_per_step=rollout.prompts_per_step,
-        samples_per_prompt=rollout.samples_per_prompt,
-        max_response_tokens=longest,
-        async_steps=rollout.async_steps,
-        active_sampling=rollout.active_sampling,
-        seed=config.run.seed,
-        factors=engine,
-        learner_efficiency=efficiency,
+        engine=engine,
+        learner=learner,
+        sync=SyncCost(shape=model),
+        sharing=IN_TURNS if shared else Sharing(),
+    )
+    return Question(
+        run=run,
+        num_devices=num_devices,
+        longest=rollout.max_prompt_tokens + longest,
+        node_size=node_size if inference.quantization is None else 1,
+        shared=shared,
     )
 
 

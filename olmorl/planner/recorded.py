@@ -1,11 +1,11 @@
 """A run that was, or will be, as the simulation sees it: its settings, and the groups it recorded as a load."""
 
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 from olmorl.config.schema import Config
-from olmorl.contract.errors import ConfigError
-from olmorl.metrics.rollout_log import RolloutRow, read_rollouts
+from olmorl.metrics.rollout_log import RolloutRow, read_rollouts, rollout_files
 from olmorl.planner.costs import EngineCost, LearnerCost, SyncCost
 from olmorl.planner.load import Groups, RecordedLoad
 from olmorl.planner.setup import Setup, Sharing
@@ -17,7 +17,9 @@ def setup_of_run(
     config: Config, *, load: Groups, engine: EngineCost, learner: LearnerCost, sync: SyncCost, sharing: Sharing
 ) -> Setup:
     """What a simulation needs to be of this run."""
-    rollout, inference = config.rollout, config.inference
+    rollout, inference, optim = config.rollout, config.inference, config.optim
+    engine = replace(engine, shape=engine.shape.within(config.max_model_tokens))
+    scored = (optim.epochs * optim.mini_batches > 1) + (config.loss.kl_beta > 0)  # for old and reference logprobs
     if isinstance(inference.kv_cache_tokens, str):
         kv_cache_tokens = engine.kv_tokens(inference.max_num_seqs, memory_share=inference.gpu_memory_utilization)
     else:
@@ -25,7 +27,7 @@ def setup_of_run(
     return Setup(
         load=load,
         engine=engine,
-        learner=learner,
+        learner=replace(learner, passes=optim.epochs * learner.passes + scored),
         sync=sync,
         sharing=sharing,
         inference_workers=inference.workers,
@@ -34,7 +36,7 @@ def setup_of_run(
         max_num_seqs=inference.max_num_seqs,
         kv_cache_tokens=kv_cache_tokens,
         async_steps=rollout.async_steps,
-        window=rollout.staleness_window,
+        window=rollout.window,
         active_sampling=rollout.active_sampling,
         oversampling=rollout.oversampling or 1,
         max_overtaken=0 if rollout.oversampling else rollout.max_overtaken,
@@ -51,15 +53,10 @@ def recorded_load(directory: Path) -> RecordedLoad:
     """The groups of a run that met their fate, in the order of their admission.
 
     Raises:
-        ConfigError: the run wrote none.
+        DataError: the run wrote none.
     """
-    files = sorted((directory / "rollouts").glob("step_*.parquet"))
-    if not files:
-        raise ConfigError(
-            f"{directory} has no rollouts; let the run go on for some steps, with logging.rollouts = true"
-        )
     by_group: defaultdict[tuple[float, str], list[RolloutRow]] = defaultdict(list)
-    for file in files:
+    for file in rollout_files(directory):
         for row in read_rollouts(file):
             by_group[row.t_admitted, row.prompt_id].append(row)
     groups = []

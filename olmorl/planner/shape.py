@@ -1,7 +1,7 @@
 """A model as the planner sees it: how many FLOPs and bytes a token costs."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -71,6 +71,15 @@ class ModelShape:
     @property
     def kv_bytes_per_token(self) -> int:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.element_size
+
+    def cut_by(self, size: int) -> bool:
+        """Whether a tensor-parallel group of so many can divide it among themselves."""
+        heads, features, kv_heads = self.num_heads, self.intermediate_size, self.num_kv_heads
+        return not (heads % size or features % size or (kv_heads % size and size % kv_heads))
+
+    def within(self, length: int) -> "ModelShape":
+        """As sequences of at most `length` see it: a window that none outgrows is no window."""
+        return replace(self, windows=()) if self.window is not None and self.window >= length else self
 
     @property
     def window(self) -> int | None:

@@ -12,6 +12,7 @@ from typing import Any, cast
 from inference import lookahead
 from inference.request import Request, Sequence
 from inference.scheduler import Scheduler
+from olmorl.contract.errors import ConfigError
 from olmorl.contract.generation import SamplingParams
 from olmorl.planner.costs import EngineCost
 from olmorl.planner.events import Clock
@@ -47,6 +48,8 @@ class EngineTotals:
     slot_steps: int = 0
     slot_steps_used: int = 0
     live_batch_sum: int = 0
+    kv_used_sum: float = 0.0
+    """shares of the pool, a step each"""
     flops: float = 0.0
     bytes: float = 0.0
 
@@ -205,7 +208,12 @@ class SimEngine:
 
     def _one_step(self) -> None:
         plan = self.scheduler.schedule()
-        assert not plan.outgrown, "a sample needs more than the whole KV pool; give the engine more memory"
+        if plan.outgrown or not (plan.chunks or plan.starts or plan.num_preempted):
+            room = self.scheduler.kv.cache.allocator.num_blocks * self.scheduler.block_size
+            raise ConfigError(
+                f"a sample needs more than all the {room:,} tokens of KV that an engine has; raise "
+                "inference.kv_cache_tokens, or take devices with more memory"
+            )
         pairs = reads = 0.0
         for sequence, count in plan.chunks:
             context = sequence.num_computed + count
@@ -248,5 +256,7 @@ class SimEngine:
         totals.slot_steps += steps * self.scheduler.slots_held
         totals.slot_steps_used += steps * used
         totals.live_batch_sum += steps * len(self.scheduler.running)
+        pool = self.scheduler.allocator
+        totals.kv_used_sum += steps * (1 - pool.num_free / pool.num_blocks)
         totals.flops += steps * shape.flops(tokens, pairs)
         totals.bytes += steps * shape.step_bytes(reads)

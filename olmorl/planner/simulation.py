@@ -42,6 +42,8 @@ class Outcome:
     """an engine's, an update"""
     preemption_share: float
     """recomputed tokens of all computed"""
+    kv_used_share: float
+    """of the engines' KV memory, averaged over steps"""
     lags: list[int] = field(default_factory=list)
     """of each trained token's sample: version trained on minus version admitted under"""
 
@@ -303,6 +305,7 @@ class Simulation:
             live_batch=total("live_batch_sum") / max(total("steps"), 1.0),
             stall_seconds=total("stall_seconds") / workers / max(after.updates - before.updates, 1),
             preemption_share=total("recomputed_tokens") / max(total("computed_tokens"), 1.0),
+            kv_used_share=total("kv_used_sum") / max(total("steps"), 1.0),
             lags=list(self._lags),
         )
 
@@ -313,7 +316,7 @@ def _nothing() -> None:
 
 def _scheduler(setup: Setup) -> Scheduler:
     return Scheduler(
-        setup.kv_cache_tokens // setup.block_size,
+        -(-setup.kv_cache_tokens // setup.block_size),
         block_size=setup.block_size,
         max_num_seqs=setup.max_num_seqs,
         max_tokens_per_step=setup.max_tokens_per_step,

@@ -21,6 +21,7 @@ def settings_of(plan: Plan) -> dict[str, int]:
         "inference.workers": plan.inference_gpus // plan.tensor_parallel,
         "inference.tensor_parallel": plan.tensor_parallel,
         "inference.max_num_seqs": plan.slots,
+        "inference.kv_cache_tokens": plan.kv_cache_tokens,
         "learner.workers": plan.learner_gpus,
     }
     return {key: value for key, value in settings.items() if (key, value) != ("inference.tensor_parallel", 1)}
@@ -34,7 +35,8 @@ def given(config: Config, question: Question) -> Plan:
     """What the planner expects of the split that the config has."""
     inference = config.inference
     gpus = inference.workers * inference.tensor_parallel
-    kv = None if inference.kv_cache_tokens == "auto" else inference.kv_cache_tokens
+    if (kv := inference.kv_cache_tokens) == "auto":
+        kv = None
     return simulate(question, gpus, inference.tensor_parallel, inference.max_num_seqs, kv_cache_tokens=kv)
 
 
@@ -47,8 +49,11 @@ def split(config: Config, nodes: Sequence[Node]) -> Config:
     gpus = [int(node.gpus) for node in nodes if node.gpus]
     kind = device_to_split(nodes)
     question = question_of(config, num_devices=sum(gpus), device_name=kind, node_size=min(gpus))
-    settings: dict[str, Any] = {**settings_of(plans(question)[0]), "cluster.split": "given"}
-    if "kv_cache_tokens" not in config.inference.model_fields_set:
+    best = plans(question)[0]
+    settings: dict[str, Any] = {**settings_of(best), "cluster.split": "given"}
+    if "kv_cache_tokens" in config.inference.model_fields_set:
+        del settings["inference.kv_cache_tokens"]
+    elif best.tensor_parallel == 1:  # then the worker measures what there is room for
         settings["inference.kv_cache_tokens"] = "auto"
     values = config.model_dump(exclude_unset=True)
     for key, value in settings.items():

@@ -4,6 +4,7 @@ It never gives up by itself: who asks has a deadline. So an endpoint that is dow
 """
 
 import asyncio
+import json
 import logging
 import random
 import time
@@ -37,33 +38,39 @@ class Endpoint:
         """`key` is what in the config holds the url. Raises ConfigError."""
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"{key} is {url!r}; it must begin with http:// or https://")
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        headers = {"Content-Type": "application/json"}
+        if api_key:
+            # A secret that was mounted as a file ends in a newline.
+            headers["Authorization"] = f"Bearer {api_key.strip()}"
         limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
-        self._client = httpx.AsyncClient(
-            base_url=url.rstrip("/") + "/", headers=headers, timeout=None, limits=limits
-        )  # no timeouts: the verdict's deadline cancels
+        try:
+            self._client = httpx.AsyncClient(
+                base_url=url.rstrip("/") + "/", headers=headers, timeout=None, limits=limits
+            )  # no timeouts: the verdict's deadline cancels
+        except httpx.InvalidURL as error:
+            raise ConfigError(f"{key} is {url!r}: {error}") from None
         self._free = asyncio.Semaphore(concurrency)
         self._interval = 1.0 / requests_per_second if requests_per_second else 0.0
         self._next_start = 0.0
         self._resume_at = 0.0
         self._pause = 0.0
-        self._down_since = self._last_failure = 0.0
+        self._down_since = self._last_failure = self._asked_at = self._answered_at = 0.0
         self.trouble = ""
         """the last failure, "" after a success: what a late verdict is told to be late for"""
-        self.requests = 0
 
     async def post(self, path: str, body: dict) -> object:
         """The JSON of the answer. Raises Refused; else waits for as long as it takes."""
+        content = json.dumps(body, ensure_ascii=False).encode("utf-8", "replace")
         while True:
             async with self._free:
                 await self._turn()
-                started = time.monotonic()
+                started = self._asked_at = time.monotonic()
                 try:
-                    self.requests += 1
-                    reply = await self._client.post(path.lstrip("/"), json=body)
+                    reply = await self._client.post(path.lstrip("/"), content=content)
                 except httpx.HTTPError as error:
                     failure, wait = f"{type(error).__name__}: {error}", 0.0
                 else:
+                    self._answered_at = time.monotonic()
                     if reply.status_code not in AGAIN:
                         self.trouble, self._pause = "", 0.0
                         if reply.is_success:
@@ -71,6 +78,12 @@ class Endpoint:
                         raise Refused(f"HTTP {reply.status_code}: {reply.text[:200]}")
                     failure, wait = f"HTTP {reply.status_code}: {reply.text[:200]}", _retry_after(reply)
             self._failed(failure, wait, started=started)
+
+    def overdue(self, seconds: float) -> None:
+        """Somebody waited so long in vain. Where nobody was answered meanwhile, the endpoint is down: it is silent."""
+        now = time.monotonic()
+        if max(self._answered_at, self._last_failure) < min(self._asked_at, now - seconds):
+            self._failed(f"no answer in {seconds:g} s", 0.0, started=now - seconds)
 
     def _failed(self, failure: str, wait: float, *, started: float) -> None:
         """All requests pause, longer after each try that fails; those that were out at the same time are one try."""
@@ -105,7 +118,7 @@ class Endpoint:
 def _read_json(reply: httpx.Response) -> object:
     try:
         return reply.json()
-    except ValueError:
+    except (ValueError, RecursionError):
         raise Refused(f"the answer is no JSON: {reply.text[:200]!r}") from None
 
 

@@ -29,9 +29,12 @@ def read_label(ground_truth: object) -> Decimal | None:
     """Of a text or a number, or of a list that holds one of them alone."""
     if isinstance(ground_truth, list | tuple) and len(ground_truth) == 1:
         ground_truth = ground_truth[0]
-    if not isinstance(ground_truth, str | int | float) or isinstance(ground_truth, bool):
+    if isinstance(ground_truth, str):
+        return last_number(ground_truth)
+    if not isinstance(ground_truth, int | float) or isinstance(ground_truth, bool):
         return None
-    return last_number(str(ground_truth))
+    label = Decimal(str(ground_truth))  # which reads 1e-05; in a text that would be two numbers
+    return label if label.is_finite() else None
 
 
 def last_number(text: str) -> Decimal | None:

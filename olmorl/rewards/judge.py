@@ -20,7 +20,7 @@ from olmorl.rewards.verdict import Verdict, scored, unscorable
 CACHE_SIZE = 16384
 TRIES = 3  # for an answer that holds a score
 SCORE = re.compile(r"[\"']?score[\"']?\s*[:=]\s*[\"']?(-?\d+(?:\.\d+)?)", re.IGNORECASE)
-BARE_NUMBER = re.compile(r"\s*(-?\d+(?:\.\d+)?)\s*(?:/\s*\d+)?\s*\.?\s*")
+BARE_NUMBER = re.compile(r"(-?\d+(?:\.\d+)?)(?:\s*/\s*\d+)?\s*\.?")
 
 
 class Judge:
@@ -29,10 +29,7 @@ class Judge:
     def __init__(self, bench: "Bench", kind: str) -> None:
         self._bench = bench
         self._kind = kind
-
-    @property
-    def trouble(self) -> str:
-        return self._bench.trouble
+        self.endpoint = bench.endpoint
 
     async def __call__(self, completion: str, ground_truth: object, prompt: str | None = None) -> Verdict:
         if self._kind == "rubric":
@@ -96,7 +93,7 @@ class Bench:
                 "a judge is asked for, but there is none: set reward.judge_url (or OPENAI_BASE_URL) to an "
                 "OpenAI-compatible endpoint, e.g. http://localhost:8000/v1, and reward.judge_model to its model"
             )
-        self._endpoint = Endpoint(
+        self.endpoint = Endpoint(
             settings.judge_url,
             key="reward.judge_url",
             api_key=settings.judge_api_key,
@@ -106,18 +103,6 @@ class Bench:
         self._model = settings.judge_model
         self._max_tokens = settings.judge_max_tokens
         self._cache: OrderedDict[str, _Asked] = OrderedDict()
-
-    @property
-    def trouble(self) -> str:
-        return self._endpoint.trouble
-
-    @property
-    def seconds_down(self) -> float:
-        return self._endpoint.seconds_down
-
-    @property
-    def requests(self) -> int:
-        return self._endpoint.requests
 
     async def score(self, question: str, *, lowest: float, highest: float) -> float:
         """Raises Refused when the judge does not give a score."""
@@ -148,7 +133,7 @@ class Bench:
         }
         text = ""
         for attempt in range(TRIES):
-            reply = await self._endpoint.post("chat/completions", {**body, "seed": attempt})
+            reply = await self.endpoint.post("chat/completions", {**body, "seed": attempt})
             text = _read_content(reply)
             score = read_score(text)
             if score is not None and lowest <= score <= highest:
@@ -160,7 +145,7 @@ class Bench:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._endpoint.close()
+        await self.endpoint.close()
 
 
 def _read_content(reply: object) -> str:
@@ -168,6 +153,8 @@ def _read_content(reply: object) -> str:
         content = reply["choices"][0]["message"]["content"]  # type: ignore[index]
     except (KeyError, IndexError, TypeError):
         raise Refused(f"not an answer of a chat model: {str(reply)[:200]}") from None
+    if not isinstance(content, str | None):  # parts of several kinds
+        raise Refused(f"no text: {content!r:.200}")
     return content or ""
 
 
@@ -177,5 +164,5 @@ def read_score(text: str) -> float | None:
     found = SCORE.findall(text)
     if found:
         return float(found[-1])
-    bare = BARE_NUMBER.fullmatch(text)
+    bare = BARE_NUMBER.fullmatch(text.strip())
     return float(bare[1]) if bare else None

@@ -18,7 +18,7 @@ PARSER_SECONDS = 5.0  # of CPU time for one comparison
 MAX_PARSED = 2000  # characters; nothing longer is an answer, and a parser takes long over it
 HASHES = re.compile(r"####[ \t]*([^\n]*)")
 SAID = re.compile(r"answer(?:\s+is|\s*:|\s*=)(?:\s*:)?[ \t*]*([^\n]*)", re.IGNORECASE)
-MINERVA = re.compile(r"final answer is:?[ \t]*(.{0,500}?)\.?[ \t]*I hope it is correct", re.IGNORECASE)
+MINERVA = re.compile(r"final answer is:?(.{0,500}?)I hope it is correct", re.IGNORECASE)
 # Dollars enclose mathematics when no space is inside them and no digit follows: "$5 and $7" is money.
 SEGMENT = re.compile(
     r"\$\$(?P<a>[^$]{1,500})\$\$|\$(?P<b>[^\s$](?:[^$\n]{0,300}[^\s$\\])?)\$(?!\d)"
@@ -27,7 +27,8 @@ SEGMENT = re.compile(
 LAST_NUMBER = re.compile(
     r"(?:(?<![\w)\]}%])[-−+])?[$€£]?(?:\d+ \d+/\d+|\d+/\d+|\d+(?:,\d+)*(?:\.\d+)?|\.\d+)(?:\s?(?:\\?%))?"
 )
-BRACKETED = re.compile(r"\\left|\\right|\\[,;:! ]|[\s$*`]|\\(?:text|mathrm|textbf|mathbf|mbox)(?=\{)")
+# Space counts between digits alone: "1 2" is not 12.
+BRACKETED = re.compile(r"\\left|\\right|\\[,;:! ]|\s(?!\d)|(?<!\d)\s|[$`]|\\(?:text|mathrm|textbf|mathbf|mbox)(?=\{)")
 
 
 def find_answer(completion: str) -> str | None:
@@ -143,12 +144,12 @@ class StrictMathVerifier(MathVerifier):
         found = MINERVA.findall(text) if "I hope it is correct" in text else []
         if not found:
             return None
-        answer = found[-1].strip()
+        answer = _clean(found[-1])
         return last_boxed(answer) or answer.strip("$").strip()
 
 
 def _letters(text: str) -> str:
     """What two spellings of one text share: no spacing, no case, no \\text{}, no dollar signs; "(B)" is "b"."""
-    text = BRACKETED.sub("", text).replace("dfrac", "frac").replace("tfrac", "frac").rstrip(".").casefold()
+    text = BRACKETED.sub("", text.strip(" *")).replace("dfrac", "frac").replace("tfrac", "frac").rstrip(".").casefold()
     bare = re.fullmatch(r"[({\[]*([a-z0-9]+)[)}\]]*\.?", text)
     return bare[1] if bare else text

@@ -82,9 +82,8 @@ def load_verifiers(names: list[str], settings: VerifierSettings) -> dict[str, Ve
             raise
         except (Exception, SystemExit) as error:  # whatever a module of the user's does when it is imported
             at = traceback.extract_tb(error.__traceback__)[-1]
-            raise ConfigError(
-                f"verifier {name!r} cannot be loaded: {type(error).__name__}: {error} ({at.filename}:{at.lineno})"
-            ) from None
+            place = "" if isinstance(error, SyntaxError) else f" ({at.filename}:{at.lineno})"  # says its own
+            raise ConfigError(f"verifier {name!r} cannot be loaded: {type(error).__name__}: {error}{place}") from None
     return verifiers
 
 

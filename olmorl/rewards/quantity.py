@@ -19,7 +19,8 @@ FRACTION = re.compile(
 NUMBER = re.compile(rf"(?P<sign>[-+]?) ?(?P<digits>{DIGITS})\.?(?!\d)")
 CURRENCY = re.compile(r"\\?[$€£¥₹]")
 POWER_OF_TEN = re.compile(r" ?(?:\\times|\\cdot|[x×*·]) ?10\^(?:\{(-?\d{1,3})\}|(-?\d{1,2}))|[eE]([-+]?\d{1,3})(?!\w)")
-UNIT = re.compile(r"(?:[a-z°%/.'-]|\^?\{?[23]\}?|[²³ ])*", re.IGNORECASE)
+UNIT = re.compile(r"(?:[a-z°'](?:[a-z°%/.' -]|\^?\{?[23]\}?|[²³])*)?", re.IGNORECASE)
+VARIABLE = re.compile(r"[a-ln-z](?!/?[A-Za-z])|x|pi(?![a-z])")  # right behind a number: 3x, 4i, 24t^3, but not 3m
 SPACES = re.compile(r"\\[,;:! ]|\\q?quad|~|\s+")
 WRAPPED = re.compile(r"\\(?:text|mathrm|textbf|mathbf|operatorname|mbox|textit)\s*\{([^{}]*)\}")
 DEGREE = re.compile(r"\^ ?\{? ?\\circ ?\}?|\\degree")
@@ -41,11 +42,13 @@ def read_quantity(text: str) -> Quantity | None:
     if found is None:
         return None
     value, rest = found
+    if VARIABLE.match(rest):
+        return None
     rest = rest.strip().rstrip(".")
     percent = rest.startswith(("%", "\\%", "percent"))
     if percent:
-        rest = rest.removeprefix("\\").removeprefix("%").removeprefix("percent")
-    if not UNIT.fullmatch(rest) or rest.startswith(("-", "/")):
+        rest = rest.removeprefix("\\").removeprefix("%").removeprefix("percent").lstrip()
+    if not UNIT.fullmatch(rest):
         return None
     return Quantity(value, percent, _unit(rest))
 

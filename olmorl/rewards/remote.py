@@ -20,7 +20,7 @@ PROGRAMS = ("code", "code_stdio")
 
 class RemoteVerifier(Protocol):
     @property
-    def trouble(self) -> str: ...
+    def endpoint(self) -> "Endpoint": ...
     def __call__(self, completion: str, ground_truth: object, prompt: str | None = None) -> Awaitable[Verdict]: ...
 
 
@@ -36,7 +36,7 @@ class RemoteVerifiers:
     def __init__(self, names: Sequence[str], settings: VerifierSettings) -> None:
         """Raises ConfigError when what they ask is not configured."""
         self._settings = settings
-        self._endpoints: list[Bench | Endpoint] = []
+        self._open: list[Bench | Endpoint] = []
         kinds = {name: canonical_name(name) for name in names}
         self._verifiers: dict[str, RemoteVerifier] = {}
         if any(kind in JUDGES for kind in kinds.values()):
@@ -48,7 +48,7 @@ class RemoteVerifiers:
         from olmorl.rewards.judge import Bench, Judge  # with httpx: a cost that only who asks a judge pays
 
         bench = Bench(self._settings)
-        self._endpoints.append(bench)
+        self._open.append(bench)
         self._verifiers |= {name: Judge(bench, kind) for name, kind in kinds.items()}
 
     def _add_programs(self, kinds: dict[str, str]) -> None:
@@ -60,7 +60,7 @@ class RemoteVerifiers:
         for path in ("/test_program_stdio", "/test_program"):  # open-instruct's flag holds the path too
             url = url.removesuffix(path)
         endpoint = Endpoint(url, key="reward.code_api_url", concurrency=CONCURRENCY)
-        self._endpoints.append(endpoint)
+        self._open.append(endpoint)
         for name, kind in kinds.items():
             self._verifiers[name] = RemoteProgram(endpoint, self._settings, stdio=kind == "code_stdio")
 
@@ -70,12 +70,15 @@ class RemoteVerifiers:
             async with asyncio.timeout(timeout):
                 return await verifier(job.completion, job.ground_truth, job.prompt)
         except TimeoutError:
-            why = f"; {verifier.trouble}" if verifier.trouble else ""
+            endpoint = verifier.endpoint
+            why = f"; {endpoint.trouble}" if endpoint.trouble else ""
+            endpoint.overdue(timeout)
             return Verdict(status="timeout", detail=f"not judged within {timeout:g} s{why}")
 
     def outage(self) -> tuple[float, str]:
-        return max(((e.seconds_down, e.trouble) for e in self._endpoints), default=(0.0, ""))
+        endpoints = (verifier.endpoint for verifier in self._verifiers.values())
+        return max(((endpoint.seconds_down, endpoint.trouble) for endpoint in endpoints), default=(0.0, ""))
 
     async def close(self) -> None:
-        for endpoint in self._endpoints:
-            await endpoint.close()
+        for each in self._open:
+            await each.close()

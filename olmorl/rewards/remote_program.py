@@ -12,14 +12,10 @@ class RemoteProgram:
     """`code` and `code_stdio` where reward.code_api_url is set."""
 
     def __init__(self, endpoint: Endpoint, settings: VerifierSettings, *, stdio: bool) -> None:
-        self._endpoint = endpoint
+        self.endpoint = endpoint
         self._stdio = stdio
         self._seconds = settings.code_seconds
         self._threshold = settings.code_pass_threshold
-
-    @property
-    def trouble(self) -> str:
-        return self._endpoint.trouble
 
     async def __call__(self, completion: str, ground_truth: object, prompt: str | None = None) -> Verdict:
         tests: list | None
@@ -35,7 +31,7 @@ class RemoteProgram:
             return scored(0.0, "no program in the completion")
         body = {"program": source, "tests": tests, "max_execution_time": self._seconds}
         try:
-            reply = await self._endpoint.post("test_program_stdio" if self._stdio else "test_program", body)
+            reply = await self.endpoint.post("test_program_stdio" if self._stdio else "test_program", body)
         except Refused as error:
             return Verdict(status="error", detail=f"code server: {error}")
         results = reply.get("results") if isinstance(reply, dict) else None

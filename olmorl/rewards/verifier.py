@@ -5,7 +5,7 @@ import importlib
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import cast, get_args
 
@@ -113,6 +113,19 @@ def choose_verifiers(named: Iterable[str | None]) -> tuple[str, ...]:
     return tuple(name for name in names if name is not None)
 
 
+def check_keys(named: Iterable[str | None], *, weights: Iterable[str], remap: Mapping[str, str]) -> None:
+    """Raises ConfigError for a key of reward.weights or reward.remap that is of no row, and so would do nothing."""
+    rows = dict.fromkeys(name for name in named if name is not None)
+    for old in remap:
+        if old not in rows:
+            raise ConfigError(f"reward.remap: no row names {old!r}; they name {', '.join(rows)}")
+    judges = dict.fromkeys(remap.get(name, name) for name in rows)
+    known = {canonical_name(name) for name in judges}
+    for name in weights:
+        if canonical_name(name) not in known:
+            raise ConfigError(f"reward.weights: no row is judged by {name!r}; the verifiers are {', '.join(judges)}")
+
+
 def load_verifier(path: str, settings: VerifierSettings | None = None) -> Verifier:
     """Import "module:attribute"; a class is instantiated, from the settings if it has `from_settings`.
 
@@ -141,14 +154,27 @@ def load_verifier(path: str, settings: VerifierSettings | None = None) -> Verifi
         target = target() if from_settings is None else from_settings(settings or VerifierSettings())
     if not callable(target):
         raise ConfigError(f"verifier {path!r} is a {type(target).__name__}, which cannot be called")
+    if (signature := _signature(target)) is not None:
+        also = {"num_tokens": 0} if "num_tokens" in signature.parameters else {}
+        try:
+            signature.bind("completion", "ground truth", "prompt", **also)
+        except TypeError:
+            raise ConfigError(
+                f"verifier {path!r} must take (completion, ground_truth, prompt); it takes {signature}"
+            ) from None
     return target
 
 
 def counts_tokens(verifier: Verifier) -> bool:
+    signature = _signature(verifier)
+    return signature is not None and "num_tokens" in signature.parameters
+
+
+def _signature(function: Callable[..., object]) -> inspect.Signature | None:
     try:
-        return "num_tokens" in inspect.signature(verifier).parameters
+        return inspect.signature(function)
     except (TypeError, ValueError):  # of something built in
-        return False
+        return None
 
 
 def run_verifier(verifier: Verifier, job: VerifierJob) -> Verdict:

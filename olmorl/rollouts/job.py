@@ -41,13 +41,19 @@ class RolloutJob:
             raise ConfigError(f"-n is {self.params.n}; at most 65535 samples of one prompt are kept count of")
 
     @property
+    def given_verifiers(self) -> tuple[str, ...] | None:
+        """That take the place of what rows name; None: each row's own."""
+        return None if self.verifier == (OWN_VERIFIERS,) else self.verifier or ()
+
+    @property
     def identity(self) -> dict[str, Any]:
         """Plain values that decide the samples: a resumed job must have the same. How fast they are made is not among
         them (workers, batch sizes)."""
         source = self.prompts.model_dump(mode="json", exclude={"limit", "streaming"})
+        engine = ("max_model_len", "dtype", "quantization", "quantize_head", "kv_cache_dtype")
         return {
             "model": os.path.abspath(self.engine.model) if os.path.isdir(self.engine.model) else self.engine.model,
-            "max_model_len": self.engine.max_model_len,
+            **{name: getattr(self.engine, name) for name in engine},
             "prompts": source
             | {"path": os.path.abspath(source["path"]) if os.path.exists(source["path"]) else source["path"]},
             "sampling": {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(self.params).items()},

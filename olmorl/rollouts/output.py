@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from olmorl.claim import claim
 from olmorl.contract.errors import ConfigError, DataError
 from olmorl.metrics.rollout_log import ROLLOUT_SCHEMA, RolloutRow
 
@@ -40,6 +41,8 @@ class RolloutFiles:
         self._num_rows = 0
         """in the file that grows"""
         self._file: BinaryIO | None = None
+        self._claimed: BinaryIO | None = None
+        """the settings file, locked by whoever writes this output"""
 
     @property
     def settings_file(self) -> Path:
@@ -60,16 +63,18 @@ class RolloutFiles:
 
     def begin(self, identity: dict[str, Any]) -> None:
         """A new output."""
-        self.refuse_existing()
         self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._claim()
+        self.refuse_existing()
         self.settings_file.write_text(json.dumps(identity, indent=1) + "\n")
 
     def resume(self, identity: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """The rows that are there, of each what a Tally needs; afterwards `write` goes on behind them.
 
-        Raises ConfigError if the output was made with other settings.
+        Raises ConfigError if the output was made with other settings, or is being written.
         """
         self._compare(identity)
+        self._claim()
         while (path := self._find(self._number)) is not None:
             rows = 0
             for row in _read_parquet(path) if path.suffix == ".parquet" else self._read_lines(path):
@@ -93,23 +98,30 @@ class RolloutFiles:
             self._file.flush()
 
     def close(self, *, complete: bool) -> None:
-        if complete and self._num_rows:
-            self._seal()
-        elif self._file is not None:
-            self._file.close()
-            self._file = None
+        try:
+            if complete and self._num_rows:
+                self._seal()
+            elif self._file is not None:
+                self._file.close()
+                self._file = None
+        finally:
+            if self._claimed is not None:
+                self._claimed.close()
+
+    def _claim(self) -> None:
+        """For as long as this process lives: two of them would write every sample twice, and into each other's rows."""
+        refusal = f"{self._path} is being written by another process; wait for its end, or choose another --out"
+        self._claimed = claim(self.settings_file, refusal=refusal)
 
     def _compare(self, identity: dict[str, Any]) -> None:
         try:
             before = json.loads(self.settings_file.read_text())
         except (OSError, ValueError) as error:
             raise ConfigError(f"cannot resume {self._path}: {self.settings_file} is not readable: {error}") from None
-        for key, value in identity.items():
-            if before.get(key) != value:
-                raise ConfigError(
-                    f"cannot resume {self._path}: {key} was {before.get(key)!r} and is now {value!r}; "
-                    "give the same, or choose another --out"
-                )
+        if changes := list(_changes(before, identity)):
+            raise ConfigError(
+                f"cannot resume {self._path}: {'; '.join(changes)}; give the same, or choose another --out"
+            )
 
     def _sealed(self, number: int) -> Path:
         stem = self._path.stem if number == 0 else f"{self._path.stem}-{number:05d}"
@@ -155,6 +167,15 @@ class RolloutFiles:
                 except (ValueError, KeyError, TypeError):
                     raise DataError(f"cannot resume: {path}:{number} is no row of a rollout") from None
         os.truncate(path, end)
+
+
+def _changes(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in now.items():
+        old = before.get(key)
+        if isinstance(old, dict) and isinstance(value, dict):
+            yield from _changes(old, value, f"{prefix}{key}.")
+        elif old != value:
+            yield f"{prefix}{key} was {old!r} and is now {value!r}"
 
 
 def row_as_json(row: RolloutRow) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from olmorl.metrics.duration import duration
 from olmorl.metrics.utilization import Peak, utilization
 
 Stats = Mapping[str, Mapping[str, float]]  # worker name -> counters since it started
@@ -67,11 +68,5 @@ class RolloutProgress:
         done = self._done() - self._first
         if self._total is not None and done:
             left = (time.monotonic() - self._started) / done * (self._total - self._done())
-            parts.append(f"{_duration(left)} left")
+            parts.append(f"{duration(left)} left")
         return " · ".join(parts)
-
-
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(max(seconds, 0.0)), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

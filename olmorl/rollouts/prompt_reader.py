@@ -2,19 +2,22 @@
 
 import gzip
 import itertools
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pyarrow.parquet as pq
 
-from olmorl.config.data_sections import SourceSection
-from olmorl.contract.errors import DataError
+from olmorl.config.data_sections import PROCEDURAL, SourceSection
+from olmorl.contract.errors import ConfigError, DataError
 from olmorl.data.dialect import Example, assign_verifiers
-from olmorl.data.prompt import Prompt
+from olmorl.data.prompt import Check, Prompt
 from olmorl.data.source import read_source
 from olmorl.data.tokenizer import PromptEncoder
 
 CHUNK = 256  # prompts encoded together
+
+FullReward = Callable[[Sequence[Check]], float]
 
 
 class PromptReader:
@@ -28,13 +31,16 @@ class PromptReader:
         max_prompt_tokens: int,
         verifiers: Sequence[str] | None,
         scored: bool,
+        full_reward: FullReward = lambda checks: 1.0,
     ) -> None:
-        """`verifiers` take the place of what rows name. Without `scored` rows need no answers."""
+        """`verifiers` take the place of what rows name. Without `scored` rows need no answers. `full_reward` is what a
+        row's verifiers give at most."""
         self._source = source
         self._encoder = encoder
         self._max_tokens = max_prompt_tokens
         self._verifiers = verifiers
         self._scored = scored
+        self._full_reward = full_reward
         self.num_read = 0
         self.num_too_long = 0
 
@@ -67,6 +73,7 @@ class PromptReader:
                 data_source=example.data_source,
                 epoch=0,
                 position=index,
+                full_reward=self._full_reward(checks),
             )
 
 
@@ -88,3 +95,26 @@ def named_verifiers(source: SourceSection) -> Iterator[str | None]:
     """Of every row: one pass over the source."""
     for _, example in read_source(source):
         yield from (check.verifier for check in example.checks)
+
+
+def full_rewards(
+    source: SourceSection, *, verifiers: Sequence[str] | None, full_reward: FullReward
+) -> Callable[[int], float]:
+    """Of the prompt of a row, by its number. Where rows name their verifiers (`verifiers` is None) the source is read
+    as far as is asked for, also beyond its limit, which may have been larger when the row was answered."""
+    if verifiers is not None:
+        constant = full_reward([Check(verifier, None) for verifier in verifiers])
+        return lambda _row: constant
+    limit = source.limit if source.path.startswith(PROCEDURAL) else None
+    examples = read_source(source.model_copy(update={"limit": limit}))
+    known = array("d")
+
+    def of_row(row: int) -> float:
+        while len(known) <= row:
+            found = next(examples, None)
+            if found is None:
+                raise ConfigError(f"cannot resume: the output has samples of prompt {row}, which {source.path} lacks")
+            known.append(full_reward(found[1].checks))
+        return known[row]
+
+    return of_row

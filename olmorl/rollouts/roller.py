@@ -1,12 +1,11 @@
 """The loop of a rollout: pull prompts as engines have room, score what finishes, write it at once."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-
-import numpy as np
 
 from olmorl.contract.generation import RolloutSample, SamplingParams
 from olmorl.controller.group import ScoredSample
@@ -14,11 +13,13 @@ from olmorl.controller.loop import request_seed
 from olmorl.controller.rollout import RolloutService
 from olmorl.controller.scoring import Scorer
 from olmorl.controller.signal import Changed
+from olmorl.controller.step_metrics import rollout_row
 from olmorl.data.prompt import Prompt
-from olmorl.metrics.rollout_log import RolloutRow
 from olmorl.rollouts.lookahead import Lookahead
 from olmorl.rollouts.output import RolloutFiles
 from olmorl.rollouts.tally import Tally
+
+log = logging.getLogger(__name__)
 
 LOOKAHEAD = 1024  # prompts among which the longest expected goes first
 UNSCORED = 4  # times what the engines hold may wait for verdicts: beyond it, verifiers set the pace
@@ -87,44 +88,24 @@ class Roller:
                 self.num_open -= len(samples)
                 self._changed.notify()
 
-    async def _score(self, prompt: Prompt, samples: Sequence[RolloutSample]) -> list[ScoredSample | RolloutSample]:
+    async def _score(self, prompt: Prompt, samples: Sequence[RolloutSample]) -> list[ScoredSample]:
         if self._scorer is None:
-            return list(samples)
-        return list(await self._scorer.score(prompt, samples))
+            return [ScoredSample(sample=sample, reward=None, verdict=None) for sample in samples]
+        return await self._scorer.score(prompt, samples)
 
-    def _keep(
-        self, prompt: Prompt, scored: Sequence[ScoredSample | RolloutSample], *, seed: int, admitted: float
-    ) -> None:
+    def _keep(self, prompt: Prompt, scored: Sequence[ScoredSample], *, seed: int, admitted: float) -> None:
         rows = []
         for one in scored:
-            sample = one.sample if isinstance(one, ScoredSample) else one
-            row = RolloutRow(
-                rollout_id=f"{prompt.prompt_id}_{sample.sample_index}",
-                prompt_id=prompt.prompt_id,
-                sample=sample.sample_index,
-                step=0,
-                attempt=self._attempt,
-                data_source=prompt.data_source,
-                prompt_token_ids=prompt.token_ids,
-                token_ids=sample.token_ids,
-                loss_mask=np.ones(len(sample.token_ids), bool),
-                logprobs=sample.logprobs,
-                raw_logprobs=sample.raw_logprobs,
-                version_spans=sample.version_spans,
-                kv_events=sample.kv_events,
-                text=sample.text,
-                finish_reason=sample.finish_reason,
-                reward=one.reward if isinstance(one, ScoredSample) else None,
-                verdict=one.verdict if isinstance(one, ScoredSample) else None,
-                advantage=None,
-                fate=None,
-                seed=seed,
-                worker=sample.worker,
-                t_admitted=admitted,
-                t_first_token=sample.t_first_token,
-                t_finished=sample.t_finished,
-                t_trained=None,
-            )
+            sample = one.sample
+            if sample.error is not None and not self._tally.finish_reasons[sample.finish_reason]:
+                log.warning(
+                    "sample %d of prompt %s ends early: %s (the summary counts all with finish_reason %s)",
+                    sample.sample_index,
+                    prompt.prompt_id,
+                    sample.error,
+                    sample.finish_reason,
+                )
+            row = rollout_row(prompt, one, step=0, attempt=self._attempt, seed=seed, t_admitted=admitted)
             if self._tally.add(
                 prompt.index,
                 row.sample,
@@ -132,6 +113,7 @@ class Roller:
                 num_tokens=len(row.token_ids),
                 finish_reason=row.finish_reason,
                 reward=row.reward,
+                full_reward=prompt.full_reward,
                 verdict=row.verdict,
             ):
                 rows.append(row)

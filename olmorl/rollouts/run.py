@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,15 @@ from olmorl.controller.background import Background, first_cause
 from olmorl.controller.cluster import Cluster, cluster_address
 from olmorl.controller.placement import Placement, this_machine
 from olmorl.controller.rollout import RolloutService
-from olmorl.controller.scoring import Scorer, verifiers_to_load
+from olmorl.controller.scoring import Scorer, full_reward, verifiers_to_load
 from olmorl.data.source import read_source
 from olmorl.data.tokenizer import PromptEncoder, load_tokenizer
 from olmorl.metrics.utilization import Peak, utilization
 from olmorl.rollouts.engines import START_SECONDS, Engines
-from olmorl.rollouts.job import OWN_VERIFIERS, RolloutJob
+from olmorl.rollouts.job import RolloutJob
 from olmorl.rollouts.output import RolloutFiles
 from olmorl.rollouts.progress import RolloutProgress
-from olmorl.rollouts.prompt_reader import PromptReader, count_rows, named_verifiers
+from olmorl.rollouts.prompt_reader import PromptReader, count_rows, full_rewards, named_verifiers
 from olmorl.rollouts.roller import Roller
 from olmorl.rollouts.tally import Tally
 
@@ -52,7 +53,7 @@ def run_rollout(job: RolloutJob) -> dict[str, Any]:
     if not job.resume:
         files.refuse_existing()
     inputs = _load_inputs(job)
-    tally, attempt = _begin(job, files)
+    tally, attempt = _begin(job, files, inputs.section)
     figures: dict[str, Any] = {}
     complete = False
     try:
@@ -100,8 +101,8 @@ def _verifiers(job: RolloutJob, section: RewardSection) -> tuple[str, ...]:
     """Names to load. Raises ConfigError for one that is not known, or a row that names none and should."""
     if job.verifier is None:
         return ()
-    own = job.verifier == (OWN_VERIFIERS,)
-    return verifiers_to_load(section, named_verifiers(job.prompts) if own else job.verifier)
+    given = job.given_verifiers
+    return verifiers_to_load(section, named_verifiers(job.prompts) if given is None else given)
 
 
 def _plan(job: RolloutJob) -> tuple[Placement, EngineConfig]:
@@ -122,13 +123,14 @@ def _plan(job: RolloutJob) -> tuple[Placement, EngineConfig]:
     return placement, replace(engine, model=model, threads=threads)
 
 
-def _begin(job: RolloutJob, files: RolloutFiles) -> tuple[Tally, int]:
+def _begin(job: RolloutJob, files: RolloutFiles, section: RewardSection) -> tuple[Tally, int]:
     """What is there already, and the number of this attempt."""
     tally = Tally(job.params.n)
     if not files.exists:
         files.begin(job.identity)
         return tally, 1
-    attempt = tally.recount(files.resume(job.identity)) + 1
+    full = full_rewards(job.prompts, verifiers=job.given_verifiers, full_reward=partial(full_reward, section))
+    attempt = tally.recount(files.resume(job.identity), full) + 1
     log.info("%s: %d samples are there", job.out, tally.num_samples)
     return tally, attempt
 
@@ -136,7 +138,7 @@ def _begin(job: RolloutJob, files: RolloutFiles) -> tuple[Tally, int]:
 async def _roll_out(
     job: RolloutJob, inputs: _Inputs, cluster: Cluster, *, files: RolloutFiles, tally: Tally, attempt: int
 ) -> dict[str, Any]:
-    """Figures of this attempt."""
+    """What the tally does not know."""
     engines = Engines(cluster, inputs.engine, workers=job.workers)
     service = RolloutService(on_lost=engines.lost)
     background = Background()
@@ -150,8 +152,9 @@ async def _roll_out(
             job.prompts,
             encoder=inputs.encoder,
             max_prompt_tokens=min(info.max_prompt_tokens or 0 for info in infos),
-            verifiers=None if job.verifier == (OWN_VERIFIERS,) else job.verifier,
+            verifiers=job.given_verifiers,
             scored=scorer is not None,
+            full_reward=partial(full_reward, inputs.section),
         )
         roller = Roller(
             service=service,
@@ -190,9 +193,12 @@ def _figures(service: RolloutService, peak: Peak, seconds: float, tokens: int, r
     used = [utilization({}, counters, peak=peak, seconds="busy_seconds") for counters in stats]
     return {
         "prompts_too_long": reader.num_too_long,
-        "seconds": seconds,
-        "tokens_per_second": tokens / seconds if seconds else 0.0,
-        "live_batch_mean": sum(c["mean_live_batch"] for c in stats) / max(len(stats), 1),
-        "busy_mfu": sum(u.mfu for u in used) / max(len(used), 1),
-        "busy_mbu": sum(u.mbu for u in used) / max(len(used), 1),
+        "this_attempt": {
+            "tokens": tokens,
+            "seconds": seconds,
+            "tokens_per_second": tokens / seconds if seconds else 0.0,
+            "live_batch_mean": sum(c["mean_live_batch"] for c in stats) / max(len(stats), 1),
+            "busy_mfu": sum(u.mfu for u in used) / max(len(used), 1),
+            "busy_mbu": sum(u.mbu for u in used) / max(len(used), 1),
+        },
     }

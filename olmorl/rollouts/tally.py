@@ -6,13 +6,13 @@ Prompts are known by their row. What an earlier attempt wrote is counted in the 
 import zlib
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from olmorl.contract.errors import ConfigError
-from olmorl.data.prompt import Prompt
+from olmorl.data.prompt import Prompt, passes
 
 
 class Tally:
@@ -37,6 +37,7 @@ class Tally:
         num_tokens: int,
         finish_reason: str,
         reward: float | None,
+        full_reward: float,
         verdict: str | None,
     ) -> bool:
         """False, and nothing is counted, if that sample was there already."""
@@ -54,21 +55,24 @@ class Tally:
         if reward is not None:
             self.reward_sum += reward
             self._scored[index] += 1
-            self._solved[index] += reward >= 1
+            self._solved[index] += passes(reward, full_reward)
         return True
 
-    def recount(self, rows: Iterable[Mapping[str, Any]]) -> int:
-        """Add what an output holds already; the number of its newest attempt, 0 if it is empty."""
+    def recount(self, rows: Iterable[Mapping[str, Any]], full_reward: Callable[[int], float]) -> int:
+        """Add what an output holds already; the number of its newest attempt, 0 if it is empty. `full_reward` is of
+        the prompt of that row of the source."""
         attempt = 0
         for row in rows:
             attempt = max(attempt, row["attempt"])
+            index = int(row["prompt_id"].rpartition("_")[2])
             self.add(
-                int(row["prompt_id"].rpartition("_")[2]),
+                index,
                 row["sample"],
                 prompt_token_ids=np.array(row["prompt_token_ids"], np.int32),
                 num_tokens=len(row["token_ids"]),
                 finish_reason=row["finish_reason"],
                 reward=row["reward"],
+                full_reward=full_reward(index),
                 verdict=row["verdict"],
             )
         return attempt

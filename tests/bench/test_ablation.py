@@ -23,6 +23,7 @@ COLUMNS = {
 @pytest.mark.soak
 def test_a_row_serves_the_load_that_was_drawn(tmp_path: Path) -> None:
     """Lengths, order and signal of a real run are those of the draw: a simulation of the draw is one of the run."""
+    QUICK.write(tmp_path)
     settings = [
         *QUICK.settings(tmp_path), f"run.output_dir={tmp_path}", "run.name=row", *switches(2)[0].settings,
         "inference.threads=1", "learner.threads=1", "logging.console=false", "logging.wandb=disabled",
@@ -73,6 +74,30 @@ def test_another_load_is_not_mixed_in(tmp_path: Path) -> None:
     (tmp_path / "ablation.json").write_text("{}")
     with pytest.raises(ConfigError, match="holds measurements of another load"):
         bench_ablation(tmp_path, load=DEFAULT, progress=print)
+
+
+@pytest.mark.parametrize("wrong", ["optim.lrr=1", "rollout.window=1"])  # the window, of the fourth row alone
+def test_settings_of_no_run_leave_nothing_behind(tmp_path: Path, wrong: str) -> None:
+    with pytest.raises(ConfigError, match=r"unknown key|raise it or leave it out"):
+        bench_ablation(tmp_path / "out", load=DEFAULT, overrides=[wrong], progress=pytest.fail)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_config_that_was_edited_is_another_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Measured(Exception):
+        pass
+
+    def measured(*_: object) -> None:
+        raise Measured
+
+    monkeypatch.setattr("olmorl.bench.ablation.measure", measured)
+    file = tmp_path / "run.toml"
+    for rate, met in (("1e-4", Measured), ("1e-4", Measured), ("1e-3", ConfigError)):
+        file.write_text(f'model.path = "m"\ndata.train = "d"\noptim.lr = {rate}\nlogging.rollouts = false\n')
+        with pytest.raises(met):
+            bench_ablation(tmp_path / "out", load=QUICK, config=file, progress=print)
+    kept = json.loads((tmp_path / "out" / "ablation.json").read_text())
+    assert kept["settings"]["logging"]["rollouts"], "a plan is made of what a row was given"
 
 
 @pytest.mark.soak

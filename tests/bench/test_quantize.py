@@ -28,7 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
         initializer_range=0.2, bos_token_id=None, pad_token_id=None,
     )  # fmt: skip
     folder = tmp_path_factory.mktemp("model")
-    LlamaForCausalLM(config).save_pretrained(folder)
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     vocabulary = {character: index for index, character in enumerate([*CHARACTERS, "<eos>"])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<eos>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -47,13 +47,19 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("flags", [("gptq", "4"), ("gptq", "3", "--desc-act"), ("awq", "4")], ids="-".join)
-def test_a_checkpoint(model: str, prompts: str, tmp_path: Path, flags: tuple[str, ...]) -> None:
+def test_a_checkpoint(model: str, prompts: str, tmp_path: Path, capsys: Any, flags: tuple[str, ...]) -> None:
     method, bits, *more = flags
-    out, report = tmp_path / "out", tmp_path / "report.json"
+    out, report = tmp_path / "out", tmp_path / "new" / "report.json"
     command = ["quantize", "--model", model, "--prompts", prompts, "--out", str(out), "--json", str(report)]
     assert run([*command, "--method", method, "--bits", bits, "--group-size", "32", "--max-tokens", "20", *more]) == 0
     found = json.loads(report.read_text())
     assert len(found["matrices"]) == 2 * 4 and found["bytes"] < found["dense_bytes"] * 0.5
+    assert found["dense_bytes"] == sum(t.nbytes for t in load_file(Path(model) / "model.safetensors").values())
+    said = capsys.readouterr().out
+    assert "16 prompts; up to 20 tokens are sampled behind each" in said
+    assert said.count(" left\n") == 2 * 4 and " · 0:00 left\n" in said
+    (tmp_path / "plain").touch()
+    assert (out / "model.safetensors").stat().st_mode == (tmp_path / "plain").stat().st_mode
     errors = [sum(matrix[name] for matrix in found["matrices"]) for name in ("error", "nearest_error")]
     assert 0 < errors[0] < errors[1]
     assert found["dense_perplexity"] != found["perplexity"] < 3 * found["dense_perplexity"]
@@ -77,7 +83,7 @@ def test_a_checkpoint(model: str, prompts: str, tmp_path: Path, flags: tuple[str
 
 def test_widths_side_by_side(model: str, prompts: str, tmp_path: Path, capsys: Any) -> None:
     out, report, plot = tmp_path / "out", tmp_path / "report.json", tmp_path / "plot.html"
-    command = ["quantize", "--model", model, "--prompts", prompts, "--out", str(out), "--group-size", "32"]
+    command = ["quantize", "--model", model, "--prompts", prompts, "--out", str(out)]
     assert run([*command, "--max-tokens", "0", "--widths", "8,3", "--json", str(report), "--plot", str(plot)]) == 0
     found = json.loads(report.read_text())
     rows = {(row["bits"], row["method"]): row for row in found["widths"]}
@@ -90,7 +96,8 @@ def test_widths_side_by_side(model: str, prompts: str, tmp_path: Path, capsys: A
         assert wide["tokens_per_second"] > 0
     assert rows[3, "gptq"]["error"] < rows[3, "nearest"]["error"]
     assert "plotly" in plot.read_text()[:10_000] and "8 bits" in plot.read_text()
-    assert "awq" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "awq" in said and "groups of 32 inputs" in said
 
 
 @pytest.mark.parametrize(
@@ -101,13 +108,13 @@ def test_widths_side_by_side(model: str, prompts: str, tmp_path: Path, capsys: A
         (("--plot", "x.html"), "give --widths too"),
         (("--method", "awq", "--bits", "3"), "AWQ checkpoints have 4 bits"),
         (("--limit", "2"), "gives 2 sequences of two tokens or more"),
-        ((), "group_size is 128, which does not divide the 64 inputs"),
+        (("--group-size", "128"), "group_size is 128, which does not divide the 64 inputs"),
+        (("--out", __file__), "is no empty folder; give another --out"),
     ],
 )
 def test_wrong_settings_are_named(
     model: str, prompts: str, tmp_path: Path, capsys: Any, flags: tuple[str, ...], message: str
 ) -> None:
-    size = () if not flags else ("--group-size", "32", "--max-tokens", "0")
-    command = ["quantize", "--model", model, "--prompts", prompts, "--out", str(tmp_path / "out")]
-    assert run([*command, *size, *flags]) == 2
+    command = ["quantize", "--model", model, "--prompts", prompts, "--out", str(tmp_path / "out"), "--max-tokens", "0"]
+    assert run([*command, *flags]) == 2
     assert message in capsys.readouterr().err and not (tmp_path / "out").exists()

@@ -161,23 +161,45 @@ def test_models(model: Path, tmp_path: Path) -> None:
         ('{"text": "hello"}\n', "no known dialect"),
         ('{"prompt": "a", "answer": "b"}\n', "names no verifier"),
         ('{"prompt": "a", "answer": "b", "verifier": "maths"}\n', "did you mean 'math'"),
+        ('{"prompt": "a", "answer": "b", "verifier": "no_module_of_mine:f"}\n', "start from the folder that holds it"),
+        ('{"prompt": "a", "answer": "b", "verifier": "json:dumps"}\n', "must take (completion, ground_truth, prompt)"),
     ],
 )
 def test_bad_data(tmp_path: Path, text: str | None, says: str) -> None:
     path = tmp_path / "data.jsonl"
     if text is not None:
         path.write_text(text)
-    finding = run_checks.check_data(SourceSection(path=str(path)), RewardSection())
+    finding = run_checks.check_data(SourceSection(path=str(path)), RewardSection(), set())
     assert finding.status == "fail" and says in finding.what and finding.fix
 
 
 def test_parquet_data(tmp_path: Path) -> None:
     path = tmp_path / "data.parquet"
     pq.write_table(pa.table({"prompt": ["a"], "answer": ["b"]}), path)
-    source, reward = SourceSection(path=str(path)), RewardSection(verifier=("math", "my:own"))
-    assert run_checks.check_data(source, reward).what.endswith("(source data, verifier math, my:own)")
+    source, reward = SourceSection(path=str(path)), RewardSection(verifier=("math", "builtins:max"))
+    assert run_checks.check_data(source, reward, set()).what.endswith("(source data, verifier math, builtins:max)")
     path.write_text("no parquet")
-    assert run_checks.check_data(source, reward).status == "fail"
+    assert run_checks.check_data(source, reward, set()).status == "fail"
+
+
+@pytest.mark.parametrize(
+    ("table", "status", "says"),
+    [
+        ("weights = {gsm8k = 2.0}", None, ""),
+        ("weights = {maths = 2.0}", "fail", "reward.weights: unknown verifier 'maths'; did you mean 'math'"),
+        ("weights = {math = 2.0}", "warn", "reward.weights: no row is judged by 'math'; the verifiers are gsm8k"),
+        ('remap = {GSM8K = "math"}', "warn", "reward.remap: no row names 'GSM8K'; they name gsm8k"),
+    ],
+)
+def test_keys_of_the_reward(tmp_path: Path, model: Path, table: str, status: str | None, says: str) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    config = write_config(tmp_path, model, data)
+    with config.open("a") as file:
+        file.write(table + "\n")
+    found = [finding for finding in run_checks.check_run(config) if "reward." in finding.what]
+    assert [finding.status for finding in found] == ([] if status is None else [status])
+    assert all(says in finding.what and finding.fix for finding in found)
 
 
 def test_overrides_and_the_disk_that_the_run_writes_to(

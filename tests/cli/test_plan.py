@@ -40,6 +40,7 @@ def test_a_plan_is_a_table_a_file_and_a_page(tmp_path: Path, capsys: pytest.Capt
     best = found["best"]
     assert best == found["plans"][0] and best.keys() >= KEYS
     assert best["inference_gpus"] + best["learner_gpus"] == 4
+    assert found["command"] in said and "compute_efficiency 0.6" in " ".join(said.split())
     rates = [plan["trained_tokens_per_second"] for plan in found["plans"]]
     assert rates == sorted(rates, reverse=True) and len(rates) > 1
     assert f"inference.workers={best['inference_gpus'] // best['tensor_parallel']}" in said
@@ -54,6 +55,7 @@ def test_a_plan_is_a_table_a_file_and_a_page(tmp_path: Path, capsys: pytest.Capt
         (["--gpus", "2"], "2 h100 are too few for qwen2.5-7b: training it takes at least"),
         (["--device", "h1000"], "there are a100, h100, h200, b200"),
         (["--shape", "gpt-9"], "no shape known by name; those are smollm2-135m, qwen2.5-7b"),
+        (["--mean-length", "0"], "is not between 1 and the longest"),
         (["--mean-length", "9999"], "is not between 1 and the longest"),
         (["--lengths", "nowhere.json"], "is no JSON list of lengths"),
     ],

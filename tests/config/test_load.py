@@ -186,14 +186,15 @@ def test_paths_from_here_then_from_the_config(write, tmp_path: Path, monkeypatch
 
 
 text = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
-folder = text.filter(lambda name: "/" not in name and name not in (".", ".."))
+path_text = text.filter(lambda name: "\0" not in name)
+folder = path_text.filter(lambda name: "/" not in name and name not in (".", ".."))
 positive = st.floats(min_value=1e-300, allow_nan=False, allow_infinity=False)
 
 
 @given(
     name=folder,
     stop=st.lists(text),
-    train=st.lists(text, min_size=1),
+    train=st.lists(path_text, min_size=1),
     lr=positive,
     window=st.none() | st.integers(1, 9),
 )
@@ -216,6 +217,13 @@ def test_dump_then_load_is_the_same_config(
         loaded = load_config(path)
     # paths that happen to exist become absolute; all else is untouched
     assert loaded.model_copy(update={"data": config.data}) == config
+
+
+@pytest.mark.parametrize("key", ["run.name", "run.output_dir", "model.path", "data.train", "eval.data"])
+def test_no_path_has_a_nul(write, key: str) -> None:
+    path = write(BASE)
+    with pytest.raises(ConfigError, match=rf"{key}\S* is .*; it must be a path without NUL characters"):
+        load_config(path, [f'{key}="~\\u0000"'])
 
 
 def test_what_may_be_none_defaults_to_none() -> None:

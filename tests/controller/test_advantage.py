@@ -11,6 +11,7 @@ def test_centered_subtracts_the_mean() -> None:
 def test_standardized_divides_by_the_population_deviation() -> None:
     np.testing.assert_allclose(advantages([1, 0, 0, 1], kind="standardized"), [1, -1, -1, 1])
     assert advantages([1, 1], kind="standardized").tolist() == [0, 0]
+    assert advantages([0.1] * 3, kind="standardized").tolist() == [0, 0, 0], "whose mean is not 0.1"
 
 
 def test_leave_one_out_compares_with_the_others() -> None:

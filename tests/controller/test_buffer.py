@@ -123,6 +123,21 @@ def test_a_partial_batch_is_what_there_is() -> None:
     assert buffer.take_batch(0, partial=True) == [groups[4]]
 
 
+def test_a_partial_batch_holds_the_slots_of_a_whole_one() -> None:
+    """Else a synchronous run would admit groups while it trains, and find them too old."""
+    buffer = RolloutBuffer(groups_per_batch=3, async_steps=0, window=0)
+    groups = fill(buffer, version=0)
+    finish(buffer, groups)
+    for group in groups[1:]:
+        buffer.drop(group)
+    batch = buffer.take_batch(0, partial=True)
+    assert batch == [groups[0]] and not buffer.has_free_slot()
+    buffer.trained(batch, made_version=1)
+    assert not buffer.has_free_slot()
+    buffer.release(1)
+    assert len(fill(buffer, version=1)) == 3
+
+
 def test_of_a_taken_round_some_may_be_dropped() -> None:
     buffer = RolloutBuffer(groups_per_batch=2, async_steps=0, window=0)
     finish(buffer, fill(buffer, version=0))
@@ -143,8 +158,9 @@ def shapes(draw: st.DrawFn) -> tuple[int, int, int, int | None]:
 @settings(max_examples=300, deadline=None)
 @given(shape=shapes(), data=st.data())
 def test_no_schedule_breaks_the_bound_or_blocks(shape: tuple[int, int, int, int | None], data: st.DataObject) -> None:
-    """Groups finish in any order, some are dropped, updates go live late: every batch stays within the window and
-    overtakes no more than it may, no prompt is trained twice, and training never comes to a halt."""
+    """Groups finish in any order, some are dropped, updates go live late, a starved run trains less than a batch: every
+    batch stays within the window and overtakes no more than it may, no prompt is trained twice, and training never
+    comes to a halt."""
     groups_per_batch, async_steps, window, max_overtaken = shape
     buffer = RolloutBuffer(
         groups_per_batch=groups_per_batch, async_steps=async_steps, window=window, max_overtaken=max_overtaken
@@ -163,8 +179,10 @@ def test_no_schedule_breaks_the_bound_or_blocks(shape: tuple[int, int, int, int 
         if live < version:
             moves.append("go_live")
         batch = buffer.take_batch(version)
+        assert batch is None or len(batch) == groups_per_batch
+        if batch is None and not running and data.draw(st.booleans()):
+            batch = buffer.take_batch(version, partial=True)
         if batch is not None:
-            assert len(batch) == groups_per_batch
             older = [group for group in running if group.order < batch[-1].order]
             assert max_overtaken is None or len(older) <= max_overtaken
             for group in batch:

@@ -126,6 +126,26 @@ def test_nodes_that_join_are_used_and_those_that_go_are_replaced_without_end() -
     run(scenario)
 
 
+def test_nodes_of_long_ago_are_asked_for_no_more() -> None:
+    """The cluster is asked about each by itself: after a thousand preemptions that would take seconds."""
+
+    async def scenario(room: Room) -> None:
+        room.add("a", 1)
+        supervisor = room.supervisor(max_restarts=0)
+        await started(room, supervisor, 1)
+        supervisor.invite(1)
+        asked: list[str] = []
+        supervisor._has_node = lambda node: asked.append(node) or node in room.nodes  # type: ignore[func-returns-value]
+        for number in range(8):
+            room.add(f"spot-{number}", 1)
+            await eventually(lambda: len(alive(room)) == 2)
+            room.nodes.remove(f"spot-{number}")
+            await eventually(lambda: room.processes[-1].node == "")
+        assert len(asked) < 30, "72 if those that are gone were asked for too"
+
+    run(scenario)
+
+
 def test_a_worker_that_breaks_on_a_node_that_stands_is_a_restart() -> None:
     async def scenario(room: Room) -> None:
         room.add("a", 4)

@@ -64,6 +64,15 @@ def test_sets_have_names_and_samples_of_their_own(engine: Engine, quickstart_con
     assert first.num_tokens == sum(len(s.sample.token_ids) for s in first.samples)
 
 
+def test_what_an_environment_wrote_is_not_counted(engine: Engine, quickstart_config: MakeConfig) -> None:
+    [evaluation] = run(engine, quickstart_config("eval.limit=1"))
+    [sample] = evaluation.samples
+    length = len(sample.sample.token_ids)
+    assert evaluation.num_tokens == length > 3
+    sample.drawn = np.arange(length) >= 3
+    assert evaluation.num_tokens == length - 3 and evaluation.lengths.tolist() == [length - 3]
+
+
 def test_the_same_weights_answer_the_same(engine: Engine, quickstart_config: MakeConfig) -> None:
     """Two evaluations differ by the weights alone; another seed draws other samples."""
     config = quickstart_config("eval.limit=3")

@@ -332,6 +332,39 @@ def test_a_run_whose_prompts_are_all_solved_says_so(
     drive(config, load_inputs(config), engine, scenario)
 
 
+def test_the_last_prompt_may_be_solved_while_admission_pauses(
+    quickstart_config: MakeConfig, engine: Any, mixed: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("olmorl.controller.starvation.FIRST_PAUSE_SECONDS", 0.1)
+
+    async def scenario(driver: Driver) -> None:
+        feeding = asyncio.create_task(driver.loops.feed())
+        while driver.buffer.has_free_slot():
+            await asyncio.sleep(0)
+        for group in driver.buffer.groups:  # all end, and nothing comes of them
+            driver.buffer.claim()
+            driver.loops._starvation.offered(group)
+            driver.buffer.finish(group)
+            driver.buffer.drop(group)
+        driver.loops._changed.notify()
+        await asyncio.sleep(0)
+        for position in range(6):
+            driver.selection.record(driver.selection.prompt_at(0, position), pass_rate=1.0, has_signal=False)
+        assert not driver.selection.has_next
+        done, _ = await asyncio.wait({feeding}, timeout=1.0)
+        assert not done and len(driver.buffer) == 0
+        feeding.cancel()
+
+    config = quickstart_config(
+        *OWN,
+        mixed(signal=0, right=6, wrong=0),
+        "rollout.async_steps=0",
+        "rollout.no_resampling_pass_rate=1.0",
+        "rollout.starvation_patience=2",
+    )
+    drive(config, load_inputs(config), engine, scenario)
+
+
 def test_a_judge_that_stays_down_ends_the_run_if_that_is_wished(
     quickstart_config: MakeConfig, inputs: Inputs, engine: Any
 ) -> None:

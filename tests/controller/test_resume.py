@@ -1,8 +1,11 @@
 """A checkpoint's driver state brings back every prompt without a fate, once, and then the stream where it stood."""
 
+import asyncio
+import threading
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +23,9 @@ from olmorl.controller.group import Fate, Group, ScoredSample
 from olmorl.controller.loop import request_seed
 from olmorl.controller.recorder import Totals
 from olmorl.controller.resume import DriverState, PromptQueue
+from olmorl.controller.run import Run
+from olmorl.controller.run_directory import RunDirectory
+from olmorl.controller.session import Session
 from olmorl.data.prompt import Prompt
 from olmorl.data.stream import PromptStream
 
@@ -134,6 +140,48 @@ def test_another_seed_is_refused(tmp_path: Path, inputs: Inputs, quickstart_conf
     capture(config, queue, buffer).save(tmp_path)
     with pytest.raises(ConfigError, match=r"run.seed = 5, the config says 6; keep the seed"):
         DriverState.load(tmp_path, config=quickstart_config("run.seed=6"))
+
+
+def test_a_resume_that_is_refused_leaves_the_run_as_it_was(
+    tmp_path: Path, inputs: Inputs, quickstart_config: MakeConfig, config: Config
+) -> None:
+    """Its config, its summary, and the rows beyond its checkpoint, which another resume would set aside."""
+    directory = RunDirectory(tmp_path / "run")
+    directory.prepare(resume=False)
+    directory.checkpoint(1).mkdir()
+    queue, buffer = PromptQueue(stream_of(inputs)), RolloutBuffer(groups_per_batch=1, async_steps=0, window=0)
+    capture(config, queue, buffer).save(directory.checkpoint(1))
+    directory.complete_checkpoint(1, keep=1)
+    directory.config_file.write_text("as it ran")
+    directory.summary_file.write_text("{}")
+    directory.metrics_file.write_text('{"progress/step": 2}\n')
+    before = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
+    changed = quickstart_config("run.seed=6", "run.name=run", f"run.output_dir={tmp_path}")
+    with Run(changed, resume=True) as run, pytest.raises(ConfigError, match=r"run.seed = 5, the config says 6"):
+        run.start()
+    (directory.path / ".lock").unlink()
+    assert {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")} == before
+
+
+def test_the_driver_goes_on_while_its_state_is_written(
+    tmp_path: Path, inputs: Inputs, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With long responses that takes seconds, in which engines would wait for their next prompts."""
+    directory, went_on, written = RunDirectory(tmp_path / "run"), threading.Event(), []
+    directory.prepare(resume=False)
+    directory.checkpoint(1).mkdir()
+    session = SimpleNamespace(_config=config, _fleet=SimpleNamespace(learners=[]), _directory=directory)
+    state = capture(config, PromptQueue(stream_of(inputs)), RolloutBuffer(groups_per_batch=1, async_steps=0, window=0))
+    monkeypatch.setattr(DriverState, "save", lambda self, folder: written.append(went_on.wait(timeout=20)))
+
+    async def scenario() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(Session._complete_checkpoint(session, 1, state))  # type: ignore[arg-type]
+            await asyncio.sleep(0)  # it has begun
+            went_on.set()
+
+    asyncio.run(scenario())
+    assert written == [True] and directory.newest_complete() == directory.checkpoint(1)
 
 
 @pytest.mark.parametrize("file", ["driver.json", "finished.parquet"])

@@ -2,11 +2,14 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from olmorl.config.schema import Config
 from olmorl.contract.errors import ConfigError
+from olmorl.controller.run import Run
 from olmorl.controller.run_directory import MARKER, RunDirectory, write_json
 
 
@@ -38,6 +41,17 @@ def test_an_existing_run_is_refused_without_resume(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"already holds a run; continue it with --resume"):
         directory.prepare(resume=False)
     assert metrics(directory) == [0, 1]
+
+
+def test_one_driver_runs_a_directory(tmp_path: Path, quickstart_config: Callable[..., Config]) -> None:
+    """A second one would set aside what the first has just written."""
+    config = quickstart_config("run.name=run", f"run.output_dir={tmp_path}")
+    (tmp_path / "run").mkdir()
+    at_work = RunDirectory(tmp_path / "run").claim()
+    with Run(config, resume=True) as second, pytest.raises(ConfigError, match=r"another process runs .*/run; wait"):
+        second.start()
+    at_work.close()
+    RunDirectory(tmp_path / "run").claim().close()
 
 
 def test_a_start_that_failed_leaves_nothing_in_the_way(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """From a prompt's checks to one verdict for each sample."""
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,10 +9,11 @@ import pytest
 from olmorl.config.data_sections import RewardSection, SourceSection
 from olmorl.contract.errors import ConfigError
 from olmorl.contract.generation import FinishReason, RolloutSample
-from olmorl.controller.group import ScoredSample
-from olmorl.controller.scoring import Scorer, verifier_settings, verifiers_to_load
+from olmorl.controller.group import Group, ScoredSample
+from olmorl.controller.scoring import Scorer, full_reward, verifier_settings, verifiers_to_load
 from olmorl.data.prompt import Check, Prompt
 from olmorl.data.source import read_source
+from olmorl.rewards.verifier import check_keys
 
 
 def prompt(*checks: Check) -> Prompt:
@@ -76,6 +78,32 @@ def test_several_verifiers_are_added_by_weight() -> None:
     assert [s.reward for s in scored] == [3.5, 3.0, 1.0]
 
 
+@pytest.mark.parametrize(
+    ("weights", "thoughtless", "full"),
+    [({}, 1.0, 2.0), ({"format": 0.5}, 1.0, 1.5), ({"gsm8k": 0.6, "format": 0.4}, 0.6, 1.0)],
+)
+def test_who_satisfies_one_of_two_verifiers_has_not_passed(
+    weights: dict[str, float], thoughtless: float, full: float
+) -> None:
+    """Else a row that nobody solves, but all answer in the right form, would be retired as solved."""
+    section = RewardSection(weights=weights)
+    checks = (Check("openai/gsm8k", "7"), Check("format", None))
+    asked = replace(prompt(*checks), full_reward=full_reward(section, checks))
+    assert asked.full_reward == pytest.approx(full)
+    both, answer, form = "<think>a</think><answer>7</answer>", "7", "<think>a</think><answer>8</answer>"
+    group = Group(prompt=asked, order=0, admitted_version=0, seed=0, t_admitted=0.0)
+    group.samples = score(section, asked, *(sample(i, text) for i, text in enumerate((both, answer, form))))
+    assert group.samples[1].reward == thoughtless
+    assert group.passed == [True, False, False] and group.pass_rate == 1 / 3
+
+
+def test_what_is_full_takes_no_account_of_rounding_and_penalties() -> None:
+    thirds = RewardSection(weights={"gsm8k": 0.6, "format": 0.3, "regex": 0.1, "puzzle": -1.0}, remap={"mine": "regex"})
+    checks = [Check(name, "7") for name in ("gsm8k", "format", "mine", "puzzle")]
+    asked = replace(prompt(), full_reward=full_reward(thirds, checks))
+    assert asked.is_passed_by(1.0) and asked.is_passed_by(0.6 + 0.3 + 0.1) and not asked.is_passed_by(0.9)
+
+
 def test_one_failure_leaves_the_sample_without_a_reward() -> None:
     asked = prompt(Check("gsm8k", "7"), Check("regex", "("))
     good, aborted = score(RewardSection(), asked, sample(0, "7"), sample(1, "7", finish_reason="abort"))
@@ -96,9 +124,12 @@ def test_what_does_not_fit_is_said_at_the_start() -> None:
     with pytest.raises(ConfigError, match=r"reward\.verifier"):
         verifiers_to_load(RewardSection(), ["gsm8k", None])
     with pytest.raises(ConfigError, match=r"reward\.weights: no row is judged by 'math'; the verifiers are gsm8k"):
-        verifiers_to_load(RewardSection(weights={"math": 2.0}), ["gsm8k"])
+        check_keys(["gsm8k"], weights=["math"], remap={})
     with pytest.raises(ConfigError, match="did you mean 'math'"):
-        verifiers_to_load(RewardSection(weights={"maths": 2.0}), ["gsm8k"])
+        check_keys(["gsm8k"], weights=["maths"], remap={})
+    with pytest.raises(ConfigError, match=r"reward\.remap: no row names 'gsm8k'; they name openai/gsm8k"):
+        check_keys(["openai/gsm8k"], weights=[], remap={"gsm8k": "math"})
+    check_keys(["openai/gsm8k"], weights=["math"], remap={"openai/gsm8k": "math"})
     remapped = RewardSection(remap={"mine": "regex"})
     assert verifiers_to_load(remapped, ["mine", "regex", "puzzle"]) == ("regex", "puzzle")
     with pytest.raises(ConfigError, match="unknown verifier 'mine'"):

@@ -1,16 +1,19 @@
 """How long to try for a batch, how fast, and what is said of it."""
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from olmorl.controller.group import Group, ScoredSample
 from olmorl.controller.starvation import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, Starvation
+from olmorl.data.prompt import Prompt
 
 
-class FakePrompt:
-    def __init__(self, source: str) -> None:
-        self.data_source = source
+def prompt_of(source: str) -> Prompt:
+    return Prompt(
+        index=0, token_ids=np.array([1], np.int32), text="", checks=(), data_source=source, epoch=0, position=0
+    )
 
 
 def group(*rewards: float | None, source: str = "sums", verdict: str = "timeout") -> Group:
@@ -18,7 +21,7 @@ def group(*rewards: float | None, source: str = "sums", verdict: str = "timeout"
         ScoredSample(sample=None, reward=reward, verdict="scored" if reward is not None else verdict)
         for reward in rewards
     ]
-    made = Group(prompt=FakePrompt(source), order=0, admitted_version=0, seed=0, t_admitted=0.0, samples=samples)
+    made = Group(prompt=prompt_of(source), order=0, admitted_version=0, seed=0, t_admitted=0.0, samples=samples)
     made.has_signal = len({r for r in rewards if r is not None}) > 1
     return made
 

@@ -1,5 +1,7 @@
 """What a step says of the choice it made among the groups that were offered."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from olmorl.contract.generation import RolloutSample
@@ -89,3 +91,13 @@ def test_rewards_and_lengths_are_of_all_that_met_its_fate() -> None:
     assert metrics["off_policy/token_age_mean"] == 3, "trained by version 3, drawn by version 0"
     add_rollouts(bag, [], version=3)
     assert {name: value for name, value in bag.drain().items() if value} == {}
+
+
+def test_a_source_whose_name_is_a_path_has_one_metric_of_its_own() -> None:
+    """Named as a Hugging Face data set is: a slash in it would make names that nobody declared."""
+    one, other = group(1.0, 0.0, length=10), group(1.0, 1.0, length=10)
+    one.prompt = replace(one.prompt, data_source="openai/gsm8k")
+    bag = MetricBag()
+    add_rollouts(bag, [one, other], version=0)
+    metrics = bag.drain()
+    assert metrics["reward/openai_gsm8k/mean"] == 0.5 and all(map(is_declared, metrics))

@@ -99,7 +99,7 @@ async def connect(learner: LearnerWorker, engines: list[Any], *, info: WorkerInf
     sync = WeightSync(
         learners=[learner],  # type: ignore[list-item]
         service=RolloutService(on_lost=lambda name, reason: lost.append((name, reason))),
-        section=SyncSection(bucket_mb=BUCKET_MB, timeout_seconds=20.0, **settings),
+        section=SyncSection(**{"bucket_mb": BUCKET_MB, "timeout_seconds": 20.0, **settings}),
         transport=transport,
         canary=None,
         on_lost=on_lost,
@@ -193,6 +193,7 @@ def test_engines_decode_with_one_whole_version_at_a_time(
     workers = [start_stale(name) for name in ("a", "b")]
     steps = [watch_steps(worker) for worker in workers]
     versions: dict[int, str] = {}
+    keys: list[int] = []
 
     async def scenario() -> None:
         sync = await connect(
@@ -210,6 +211,7 @@ def test_engines_decode_with_one_whole_version_at_a_time(
             versions[version] = learner_checksum(learner)
             report = await sync.publish(version)
             assert report.version == version and report.stall_seconds < 20
+            keys.append(learner._sender._store.num_keys())  # type: ignore[union-attr]
             for worker in workers:
                 assert worker.weights_checksum() == versions[version]
             if version == 0:
@@ -230,6 +232,7 @@ def test_engines_decode_with_one_whole_version_at_a_time(
 
     run(scenario())
     assert len(set(versions.values())) == 4, "training left the weights as they were"
+    assert len(set(keys)) == 1, "the store where they meet grows with every update"
     for seen in steps:
         assert {version for version, _, _ in seen} >= {1, 2, 3}
         for version, before, after in seen:
@@ -311,6 +314,26 @@ def test_an_engine_whose_weights_are_not_the_learners_is_evicted(
 
     run(scenario())
     assert "differ from the sender's" in evicted["garbled"] and "are not what was received" in evicted["lazy"]
+
+
+def test_a_bug_while_an_update_is_sent_is_not_waited_past(
+    learner: LearnerWorker, start_stale: Callable[[str], InferenceWorker]
+) -> None:
+    engine = start_stale("engine")
+
+    def broken(version: int) -> None:
+        raise KeyError("a bug")
+
+    async def scenario() -> None:
+        sync = await connect(InProcess(learner), [InProcess(engine)], info=engine.info(), timeout_seconds=5.0)
+        await sync.snapshot(0)
+        learner.broadcast = broken  # type: ignore[method-assign, assignment]
+        with pytest.raises(KeyError, match="a bug"):
+            async with asyncio.timeout(4):
+                await sync.publish(0)
+        await close(sync)
+
+    run(scenario())
 
 
 class Apart:

@@ -35,7 +35,7 @@ DEADLINES = Deadlines(form=10, send=20, commit=10, reset=5)
 class Member:
     """What a process really holds, whatever the protocol believes."""
 
-    fate: str = "well"  # "well", "hung" (takes nothing in, may wake up) or "dead"
+    fate: str = "well"  # "well", "hung" (takes nothing in, may wake up), "cut off" (from all but the driver) or "dead"
     epoch: int | None = None
     staged: int | None = None
     version: int | None = None
@@ -95,6 +95,8 @@ class World:
             _, name, epoch, members = job
             if self.well(name):
                 self.joining[epoch].add(name)
+            elif self.members[name].fate == "cut off":
+                self.inbox.append(("failed", name, epoch))
             if self.joining[epoch] == set(members):
                 for member in members:
                     self.members[member].epoch = epoch
@@ -122,7 +124,7 @@ class World:
         elif kind == "discard" and self.well(job[1]):
             if self.members[job[1]].staged == job[2]:
                 self.members[job[1]].staged = None
-        elif kind == "reset" and self.well(job[1]):
+        elif kind == "reset" and self.members[job[1]].fate in ("well", "cut off"):
             member = self.members[job[1]]
             member.staged = None
             if member.epoch is not None and member.epoch <= job[2]:
@@ -344,6 +346,28 @@ def test_a_restarted_engine_is_stale_until_it_committed() -> None:
     assert world.protocol.serving == {}
     world.settle()  # the sender still holds version 0: the newcomer gets it without waiting for the next
     assert world.protocol.serving == {"engine-0b": 0}
+
+
+def test_a_newcomer_that_nobody_reaches_does_not_end_the_run() -> None:
+    """It answers the driver, and no group forms with it."""
+    world = quiet_world(2)
+    world.offer(0)
+    world.settle()
+    world.add("unreachable")
+    world.members["unreachable"].fate = "cut off"
+    world.settle()
+    assert world.gave_up is None and world.evicted == {"unreachable"}
+    world.offer(1)
+    world.settle()
+    assert world.protocol.serving == {"engine-0": 1, "engine-1": 1}
+
+
+def test_a_first_group_that_does_not_form_is_given_up() -> None:
+    world = quiet_world(2)
+    world.members["engine-1"].fate = "cut off"
+    world.offer(0)
+    world.settle()
+    assert world.gave_up == "version 0 could not be sent in 3 attempts" and not world.evicted
 
 
 def test_an_engine_that_serves_a_version_is_not_told_to_commit_it_again() -> None:

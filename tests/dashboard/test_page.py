@@ -2,13 +2,16 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from olmorl.dashboard.charts import CHARTS
 from olmorl.metrics.jsonl_sink import JsonlSink
+from olmorl.metrics.rollout_log import read_rollouts, write_rollouts
 
 Make = Callable[..., Path]
 Serve = Callable[..., str]
@@ -109,23 +112,37 @@ def test_rollouts_are_read_as_text_with_the_keyboard_alone(
     page.tab.focus("#groups details summary >> nth=0")
     page.tab.keyboard.press("Enter")
     page.until("document.querySelectorAll('#groups .sample').length === 4")
-    colours = page.tab.evaluate("[...document.querySelectorAll('.tokens span')].map(s => s.style.background)")
+    assert page.tab.locator("#groups .sample i").count() == 0, "a verdict is no markup"
+    shades = "[...document.querySelectorAll('.tokens span')].map(s => s.style.background)"
+    colours = page.tab.evaluate(shades)
     page.tab.select_option("#colour", "versions")
-    page.tab.focus("#groups details summary >> nth=0")
-    page.tab.keyboard.press("Enter")
-    page.tab.wait_for_selector("#groups .sample")
-    recoloured = page.tab.evaluate("[...document.querySelectorAll('.tokens span')].map(s => s.style.background)")
+    recoloured = page.tab.evaluate(shades)
     assert len(colours) == len(recoloured) > 0 and colours != recoloured and len(set(recoloured)) == 2
     page.tab.select_option("#colour", "ratios")
-    page.tab.focus("#groups details summary >> nth=0")
-    page.tab.keyboard.press("Enter")
-    page.tab.wait_for_selector("#groups .sample")
-    by_ratio = page.tab.evaluate("[...document.querySelectorAll('.tokens span')].map(s => s.style.background)")
-    tints = {colour.split(",")[0] for colour in by_ratio}
+    tints = {colour.split(",")[0] for colour in page.tab.evaluate(shades)}
     assert {"rgba(213", "rgba(0"} <= tints, "orange, blue"
     assert "ratio" in page.tab.get_attribute(".tokens span >> nth=0", "title")
     page.tab.select_option("#which", "2")
     page.until("document.querySelector('#groups summary').textContent.startsWith('0-2-')")
+    page.check()
+
+
+def test_a_long_sample_is_shown_in_parts(tmp_path: Path, make_run: Make, opened: Callable[..., Page]) -> None:
+    run = make_run(tmp_path / "run", steps=1)
+    path = run / "rollouts" / "step_000001.parquet"
+    ones = np.ones(7000, np.float32)
+    row = replace(
+        read_rollouts(path)[3], token_ids=ones, logprobs=-ones, raw_logprobs=-ones, loss_mask=ones > 0,
+        version_spans=((0, 0, 7000),),
+    )  # fmt: skip
+    write_rollouts(path, [row])
+    page = opened(run)
+    page.tab.click("#tab-rollouts")
+    page.tab.click("#groups summary")
+    for shown in (3000, 6000, 7000):
+        page.until(f"document.querySelectorAll('.sample .tokens span').length === {shown}")
+        if shown < 7000:
+            page.tab.click(f"text={7000 - shown} more tokens")
     page.check()
 
 

@@ -1,7 +1,9 @@
 """What is read of a run directory: each line once, whole lines only, and nothing of a folder that is no run."""
 
 import json
+import unicodedata
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +12,10 @@ import pytest
 from olmorl.cli.inspect import colours
 from olmorl.cli.main import run as command
 from olmorl.contract.errors import ConfigError
+from olmorl.contract.generation import OBSERVED
 from olmorl.dashboard.run_data import Growing, RunData
-from olmorl.dashboard.samples import ratios_of
-from olmorl.metrics.rollout_log import read_rollouts
+from olmorl.dashboard.samples import TokenTexts, ratios_of
+from olmorl.metrics.rollout_log import read_rollouts, write_rollouts
 
 Make = Callable[..., Path]
 
@@ -42,9 +45,24 @@ def test_samples_are_those_of_the_rollouts(tmp_path: Path, make_run: Make) -> No
     assert samples[1].lengths.tolist() == [len(row.token_ids) for row in rows]
     assert samples[1].truncated.tolist() == [row.finish_reason == "length" for row in rows]
     trained = [row for row in rows if row.fate == "trained"]
-    assert samples[1].lags.tolist() == [5 - row.version_spans[0][0] for row in trained]
+    assert samples[1].lags.tolist() == np.bincount([5 - row.version_spans[0][0] for row in trained]).tolist()
     ages = [5 - version for row in trained for version, start, end in row.version_spans for _ in range(start, end)]
-    assert np.bincount(samples[1].ages).tolist() == np.bincount(ages).tolist()
+    assert samples[1].ages.tolist() == np.bincount(ages).tolist()
+
+
+def test_what_an_environment_wrote_is_neither_long_nor_old(tmp_path: Path, make_run: Make) -> None:
+    run = RunData(make_run(tmp_path / "run", steps=6, rollouts=1))
+    row = read_rollouts(run.rollouts_file(6))[1]
+    rows = [
+        replace(row, token_ids=np.arange(9, dtype=np.int32), version_spans=((4, 0, 3), (OBSERVED, 3, 7), (5, 7, 9))),
+        replace(row, token_ids=row.token_ids[:0], version_spans=(), finish_reason="abort", fate="aborted"),
+    ]
+    write_rollouts(run.rollouts_file(6), rows)
+    [samples] = run.samples(1)
+    assert (samples.lengths.tolist(), samples.lags.tolist(), samples.ages.tolist()) == ([5, 0], [0, 1], [2, 3])
+    write_rollouts(run.rollouts_file(6), [])
+    [samples] = run.samples(1)
+    assert samples.lengths.tolist() == samples.lags.tolist() == samples.ages.tolist() == []
 
 
 def test_the_timeline_holds_the_last_seconds(tmp_path: Path, make_run: Make) -> None:
@@ -82,6 +100,35 @@ def test_inspect_prints_a_group_side_by_side(
     assert command(["inspect", str(run), "--prompt", "who"]) == 2
 
 
+def test_no_terminal_obeys_what_a_model_wrote(
+    tmp_path: Path, make_run: Make, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is it markup."""
+    run = RunData(make_run(tmp_path / "run", steps=1))
+    orders = "\x1b]0;mine\x07\x9b2J\r\x7f"
+    row = replace(read_rollouts(run.rollouts_file(1))[0], data_source="[/red]" + orders, verdict_detail=orders)
+    write_rollouts(run.rollouts_file(1), [replace(row, ground_truth=orders)])
+    monkeypatch.setattr(TokenTexts, "pieces", lambda self, ids: [orders for _ in ids])
+    monkeypatch.setattr(TokenTexts, "text", lambda self, ids: orders)
+    assert command(["inspect", str(run.directory)]) == 0
+    out = capsys.readouterr().out
+    assert "[/red]␛]0;mine␇" in out and not {
+        char for char in out if char != "\n" and unicodedata.category(char) == "Cc"
+    }
+
+
+@pytest.mark.parametrize("width", [40, 80, 160])
+def test_inspect_cuts_no_fact_off(
+    tmp_path: Path, make_run: Make, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    run = RunData(make_run(tmp_path / "run", steps=1))
+    assert command(["inspect", str(run.directory), "--limit", "1"]) == 0
+    words = capsys.readouterr().out.replace("│", " ").split()
+    samples = [row for row in read_rollouts(run.rollouts_file(1)) if row.prompt_id == "0-1-0"]
+    assert words.count("tokens") == len(samples) == 4 and words.count("advantage") == 3
+
+
 def test_a_token_has_the_ratio_that_the_learner_gave_it(tmp_path: Path, make_run: Make) -> None:
     rows = {row.rollout_id: row for row in read_rollouts(RunData(make_run(tmp_path / "run", steps=2)).rollouts_file(2))}
     trained, untrained = rows["0-2-0_0"], rows["0-2-0_3"]
@@ -99,10 +146,10 @@ def test_what_the_server_says_is_json_without_a_template(tmp_path: Path, make_ru
 
     client = TestClient(dashboard_app([make_run(tmp_path / "run", steps=3)]))
     said = json.loads(client.get("/charts").text)
-    assert said["runs"] == [{"name": "run", "status": "finished", "step": 3}]
+    assert said["runs"] == [{"name": "run", "status": "finished", "step": 3, "unreadable": []}]
     assert {"name": "learner waits", "value": "75%"} in said["tiles"]
     assert all("template" not in chart["figure"]["layout"] for chart in said["charts"])
-    groups = client.get("/rollouts", params={"step": 3}).json()
-    assert len(groups) == 3 and groups[0]["samples"][0]["tokens"][0].startswith("⟨")
+    group = client.get("/rollouts", params={"step": 3, "prompt": "0-3-0"}).json()
+    assert group["samples"][0]["tokens"][0].startswith("⟨")
     assert client.get("/rollouts?step=9").status_code == 404 and client.get("/rollouts?step=x").status_code == 400
     assert "default-src 'none'" in client.get("/").headers["content-security-policy"]

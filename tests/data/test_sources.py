@@ -63,6 +63,11 @@ def test_what_a_source_says(tmp_path: Path) -> None:
         read(path, prompt_column="question")
     with pytest.raises(DataError, match="prompt_column"):
         read(path)
+    path.write_text('{"prompt": "a", "reply": "1"}\n')
+    with pytest.raises(DataError, match=r"columns prompt, reply hold no answer .*--answer-column") as error:
+        read(path)
+    assert "dialect" not in str(error.value)
+    assert read(path, answer_column="reply")[0][2] == (Check(None, "1"),)
 
 
 def test_a_row_says_how_long_its_responses_are(tmp_path: Path) -> None:

@@ -50,6 +50,11 @@ def hub_model_of_another_family(folder: Path, model: Path) -> list[str]:
     return ["model.path=nobody/gpt2"]
 
 
+def lengths_of_one(folder: Path, model: Path) -> list[str]:
+    (folder / "mine.jsonl").write_text('{"prompt": "1+1=", "answer": "2", "long": [3]}\n')
+    return ['data.train={path="mine.jsonl", lengths_column="long"}']
+
+
 def overrides(*texts: str) -> Prepare:
     return lambda folder, model: list(texts)
 
@@ -73,6 +78,18 @@ CASES: dict[str, tuple[Prepare, str]] = {
     "prompts all too long": (overrides("rollout.max_prompt_tokens=3"), "raise rollout.max_prompt_tokens"),
     "impossible placement": (overrides("inference.device=cuda", "inference.workers=2"), "2 missing"),
     "unknown verifier": (overrides("reward.verifier=gsm9k"), "did you mean 'gsm8k'"),
+    "weight of no row's verifier": (
+        overrides("reward.weights={math=2.0}"),
+        "reward.weights: no row is judged by 'math'; the verifiers are gsm8k",
+    ),
+    "remap of what no row names": (
+        overrides('reward.remap={GSM8K="math"}'),
+        "reward.remap: no row names 'GSM8K'; they name gsm8k",
+    ),
+    "lengths of another number of samples": (
+        lengths_of_one,
+        "mine.jsonl:1: the row says how long 1 responses are, but ",
+    ),
     "broken verifier": (broken_verifier, "did you mean 'judge'"),
     "verifier that cannot be imported": (
         verifier_that_cannot_be_imported,

@@ -149,6 +149,8 @@ def test_killed_and_resumed_on_two_workers(rollout: Rollout) -> None:
     told = json.loads((rollout.folder / "out.parquet.summary.json").read_text())
     assert told["samples"] == 240 and told["pass_rate"] == pytest.approx(np.mean([row["reward"] for row in rows]))
     assert "pass_rate" in summary and "prompts_by_times_solved" in summary
+    second = sum(len(row["token_ids"]) for row in rows if row["attempt"] == 2)
+    assert told["this_attempt"]["tokens"] == second < told["tokens"] and "tokens_per_second" not in told
     again = rollout.start("out.parquet", *two)
     assert again.wait(timeout=100) == 2 and "--resume" in again.communicate()[1]
 

@@ -77,16 +77,12 @@ def starve(command: Any) -> int:
     return step
 
 
-def test_a_starved_run_stops_with_its_checkpoint(command: Any) -> None:
+@pytest.mark.soak
+def test_a_starved_run_stops_with_its_checkpoint_and_can_go_on(command: Any, checks: Any, wandb_history: Any) -> None:
     step = starve(command)
     assert (command.directory / "checkpoints" / f"step_{step:06d}" / "COMPLETE").exists()
     assert command.metrics()[-1]["active_sampling/retired_prompts"] > 0
     command.assert_nothing_left()
-
-
-@pytest.mark.soak
-def test_a_starved_run_can_go_on(command: Any, checks: Any, wandb_history: Any) -> None:
-    step = starve(command)
     command.run(f"run.steps={step + 1}", *STARVED, "--resume")
     assert [row["progress/step"] for row in wandb_history(command.directory)] == list(range(step + 2))
     assert len({path.name.rpartition("-")[2] for path in command.directory.glob("wandb/offline-run-*")}) == 1

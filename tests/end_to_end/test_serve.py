@@ -74,6 +74,26 @@ def test_sigterm_lets_running_requests_end(served: Process) -> None:
         pass
 
 
+def test_a_second_sigterm_ends_running_requests() -> None:
+    """Paused, so that they could not end by themselves; the drain alone would take a minute."""
+    server = Process("--api-key", "k")
+    try:
+        with httpx.Client(base_url=server.url, headers={"authorization": "Bearer k"}, timeout=100) as client:
+            client.post("/pause")
+            ask = {"prompt": "1+2=", "max_tokens": 100, "ignore_eos": True, "stream": True}
+            with client.stream("POST", "/v1/completions", json=ask) as stream:
+                began = time.monotonic()
+                server.process.terminate()
+                while "draining" not in server.said:
+                    server.said += server.process.stderr.readline()  # type: ignore[union-attr]
+                server.process.terminate()
+                events = [line.removeprefix("data: ") for line in stream.iter_lines() if line]
+        assert events.pop() == "[DONE]" and json.loads(events[-1])["choices"][0]["finish_reason"] == "abort"
+        assert server.end() == 0 and time.monotonic() - began < 30 and "Traceback" not in server.said
+    finally:
+        server.end(signal.SIGKILL)
+
+
 def load_requests() -> list[tuple[dict[str, Any], str]]:
     """(body, the only right answer)"""
     rng = random.Random(1)

@@ -180,3 +180,22 @@ def test_tiles_cover_each_token_once() -> None:
     tiles = make_tiles(np.cumsum(counts) - counts, counts, np.arange(4), 5)
     covered = [(first + i, chunk) for first, count, chunk in tiles.tolist() for i in range(count)]
     assert covered == [(token, chunk) for token, chunk in enumerate(np.repeat(np.arange(4), counts).tolist())]
+
+
+def test_the_parts_of_a_split_take_memory_by_their_tiles_not_by_the_step() -> None:
+    """One token that decodes beside a prompt of 8192: by the step, its 32 splits would take four gigabytes a layer."""
+
+    def meta(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device="meta")
+
+    tokens, heads, kv_heads, head_dim, splits = 8193, 32, 8, 128, 32
+    shape = attention_shape(group=heads // kv_heads, head_dim=head_dim, dtype=torch.bfloat16, decode=True)
+    part = Tiles(meta(1, 3, dtype=torch.int32), 1, shape)
+    step = AttentionStep(meta(tokens, dtype=torch.int64), meta(2, 1024, dtype=torch.int32), (part,))
+    keys, values = (meta(1024, kv_heads, 16, head_dim) for _ in "kv")
+    _, merge = attention_launches(
+        meta(tokens, (heads + 2 * kv_heads) * head_dim), keys.transpose(2, 3), values, step, part,
+        meta(tokens, heads * head_dim), num_heads=heads, window=None, splits=splits,
+    )  # fmt: skip
+    partial = sum(t.nbytes for t in merge.arguments if isinstance(t, torch.Tensor) and t.dtype == torch.float32)
+    assert partial <= splits * kv_heads * shape.block_m * (head_dim + 2) * 4

@@ -33,4 +33,4 @@ def test_dry_run_goes_through_everything(tmp_path: Path) -> None:
 def test_without_a_gpu_it_says_so() -> None:
     done = run_check()
     assert done.returncode == 0
-    assert "no CUDA device here" in done.stdout
+    assert "no CUDA device here" in done.stdout and "`make gpu-check ARGS=--dry`" in done.stdout

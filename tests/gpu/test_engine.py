@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Olmo2Config, Olmo3Co
 from inference import LLM, SamplingParams
 from inference.gpu_check.random_model import TINY, random_decoder, random_step
 from inference.kv_blocks import window_pool_blocks
-from inference.memory_plan import blocks_that_fit, largest_step
+from inference.memory_plan import blocks_that_fit, kv_room, largest_step
 from inference.model.architecture import Architecture
 from olmorl.contract.errors import ConfigError
 from olmorl.contract.generation import EngineConfig
@@ -224,6 +224,14 @@ def test_memory_is_measured_on_a_gpu_and_refused_on_a_cpu(family: tuple[Path, An
 def test_the_largest_step_runs(device: torch.device) -> None:
     decoder = random_decoder(TINY, length=12, dtype=torch.float32, device=device)
     largest_step(decoder, EngineConfig(model="", max_num_seqs=3, max_tokens_per_step=17, max_model_len=12))
+
+
+def test_an_engine_that_has_a_share_of_the_gpu_plans_within_it() -> None:
+    """Beyond its share torch would refuse it the memory, whether the learner has taken the rest yet or not."""
+    whole = EngineConfig(model="", gpu_memory_utilization=0.9)
+    assert kv_room(whole, total=1000, others=50, peak=100) == 750
+    assert kv_room(replace(whole, gpu_share=0.4), total=1000, others=0, peak=100) == 260
+    assert kv_room(replace(whole, gpu_share=0.4), total=1000, others=600, peak=100) == 200
 
 
 @pytest.mark.parametrize("window", [None, 8])

@@ -45,10 +45,12 @@ def plain_gptq(weight_NK: torch.Tensor, hessian_KK: torch.Tensor, grid: Grid) ->
     return numbers_NK
 
 
-@pytest.mark.parametrize(("bits", "symmetric"), [(4, True), (3, False), (8, True)])
-def test_gptq_equals_the_plain_algorithm(bits: int, symmetric: bool) -> None:
+@pytest.mark.parametrize(
+    ("bits", "symmetric", "group_size"), [(4, True, 32), (3, False, 32), (8, True, 32), (4, True, 80), (4, False, 160)]
+)
+def test_gptq_equals_the_plain_algorithm(bits: int, symmetric: bool, group_size: int) -> None:
     x_TK, weight_NK = correlated(400, 160), torch.randn(9, 160, generator=torch.Generator().manual_seed(1))
-    hessian_KK, grid = x_TK.T @ x_TK, Grid(bits, 32, symmetric)
+    hessian_KK, grid = x_TK.T @ x_TK, Grid(bits, group_size, symmetric)
     found = gptq(weight_NK, hessian_KK, grid)
     differ = found.numbers_NK.double() != plain_gptq(weight_NK, hessian_KK, grid)
     assert differ.float().mean() < 0.005, "float32 and float64 round a tie now and then to different sides"
@@ -197,4 +199,4 @@ def test_what_a_format_has_no_words_for_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"AWQ checkpoints have 4 bits; 8 is not among them"):
         packing_of("awq", Grid(8, 32, False))
     with pytest.raises(ConfigError, match=r"group_size is 128, which does not divide the 64 inputs.*take 32 or a div"):
-        check_shapes(make_decoder(), packing_of("gptq", Grid(4, 128, True)))
+        check_shapes(make_decoder().arch, packing_of("gptq", Grid(4, 128, True)))

@@ -3,6 +3,7 @@
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -110,6 +111,8 @@ def test_requests_of_others_are_not_lost_in_generate(model_folder: str) -> None:
         ({"batching": "dynamic"}, "batching is 'dynamic'; it must be 'continuous' or 'static'"),
         ({"dtype": "float8"}, "dtype is 'float8'; it must be one of float32, bfloat16, float16"),
         ({"device": "gpu"}, "device is 'gpu'; it must be 'cpu' or 'cuda'"),
+        ({"device": "cuda:1"}, "of several GPUs, CUDA_VISIBLE_DEVICES says which"),
+        ({"device": "meta"}, "device is 'meta'"),
         ({"quantization": "fp4"}, "quantization is 'fp4'"),
     ],
 )
@@ -117,6 +120,23 @@ def test_options_that_are_wrong_are_named(model_folder: str, options: dict[str, 
     with pytest.raises(ConfigError) as error:
         LLM(model_folder, **options)
     assert message in str(error.value) and isinstance(error.value, ValueError)
+
+
+def test_auto_is_float32_on_a_cpu(model_folder: str) -> None:
+    assert LLM(model_folder, dtype="auto").engine.config.dtype == "float32"
+
+
+def test_a_length_the_model_was_not_made_for_is_said(
+    copy_of: Callable[..., str], caplog: pytest.LogCaptureFixture
+) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "rope_theta": 1e4}
+    for scaling, length in ((None, 128), (yarn, 512)):
+        folder = copy_of(config={"rope_parameters": scaling})
+        LLM(folder, max_model_len=length)
+        assert not caplog.records
+        LLM(folder, max_model_len=length + 1)
+        assert f"made for {length} positions" in caplog.text
+        caplog.clear()
 
 
 # Requests

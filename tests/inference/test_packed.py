@@ -94,6 +94,29 @@ def test_parts_that_do_not_belong_together() -> None:
         dense(Packing("gptq", 4, 4), qzeros=words(0).reshape(1, 1), **parts)
 
 
+@pytest.mark.parametrize("packing", [Packing("awq", 4, 16), Packing("awq", 4, 4), Packing("awq", 4, -1)])
+def test_groups_of_another_size_than_the_config_says(packing: Packing) -> None:
+    """Larger ones would fit too, over some of the scales."""
+    parts = {"qweight": torch.zeros(32, 1), "qzeros": torch.zeros(4, 1), "scales": torch.ones(4, 8)}
+    integers = {part: tensor.int() for part, tensor in parts.items() if part != "scales"}
+    with pytest.raises(ModelError, match=rf"do not belong together in 4 bits and groups of {packing.group_size}"):
+        dense(packing, scales=parts["scales"], **integers)
+    assert dense(Packing("awq", 4, 8), scales=parts["scales"], **integers) == [[0.0] * 32] * 8
+
+
+@pytest.mark.parametrize(("stored", "said"), [(4, 3), (4, 8), (8, 4), (3, 8), (8, 3), (4, 2)])
+def test_other_bits_than_the_config_says(stored: int, said: int) -> None:
+    parts = {
+        "qweight": torch.zeros(128 * stored // 32, 64, dtype=torch.int32),
+        "qzeros": torch.zeros(4, 64 * stored // 32, dtype=torch.int32),
+        "scales": torch.ones(4, 64),
+        "g_idx": torch.arange(128) // 32,
+    }
+    assert len(dense(Packing("gptq", stored, 32), **parts)) == 64
+    with pytest.raises(ModelError, match=f"do not belong together in {said} bits"):
+        dense(Packing("gptq", said, 32), **parts)
+
+
 # Whole checkpoints
 
 
@@ -153,3 +176,15 @@ def test_a_checkpoint_runs_as_the_dense_model_it_stands_for(
     assert packed.weights_checksum() == expected.weights_checksum()
     sequence = np.arange(21)
     np.testing.assert_array_equal(packed.score([sequence])[0], expected.score([sequence])[0])
+
+
+def test_biases_of_zero_that_gptq_writes_everywhere(model_folder: str, tmp_path: Path) -> None:
+    """Programs that make such checkpoints write them for models that have none; any other is a tensor too many."""
+    quantized_checkpoint(model_folder, tmp_path, "gptq")
+    stored = load_file(tmp_path / "model.safetensors")
+    bias = "model.layers.1.mlp.down_proj.bias"
+    save_file(stored | {bias: torch.zeros(32, dtype=torch.float16)}, tmp_path / "model.safetensors")
+    assert LLM(str(tmp_path)).generate([[1, 2]])[0].error is None
+    save_file(stored | {bias: torch.ones(32, dtype=torch.float16)}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=rf"{bias}' is not part of this architecture"):
+        LLM(str(tmp_path))

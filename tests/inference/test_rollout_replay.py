@@ -81,6 +81,13 @@ def test_whatever_befell_it(crowded: tuple[EngineConfig, list[Sequence]]) -> Non
         assert report.logprob_difference < 1e-5
 
 
+def test_whatever_befell_it_in_a_run_with_drafts(crowded: tuple[EngineConfig, list[Sequence]]) -> None:
+    """Several tokens a step would go past where the record has an update."""
+    config, samples = crowded
+    for sample in samples:
+        assert again(replace(config, speculative="model", draft_model=config.model), sample).divergence is None
+
+
 def test_every_event_of_the_record_counts(crowded: tuple[EngineConfig, list[Sequence]]) -> None:
     """Left out, moved by a token, or with other weights: then it comes out otherwise."""
     config, samples = crowded

@@ -373,6 +373,25 @@ def test_a_step_ahead_where_nothing_is_guessed(model_folder: str, overlap: bool)
     assert {running >= 5 for running, _ in ahead} == {True, False} and drafted.stats()["accepted_tokens"] > 0
 
 
+def test_a_batch_that_fills_up_in_a_step_with_guesses(model_folder: str) -> None:
+    """The next step may have none and could be launched ahead, but not before it is known how many were right."""
+
+    def outputs(**options: Any) -> Any:
+        llm = LLM(model_folder, threads=1, max_num_seqs=4, overlap=True, **options)
+        outs = []
+        for number in range(12):
+            llm.add_request(PROMPTS[number % 3], SamplingParams(max_tokens=24, seed=number, ignore_eos=True))
+            for _ in range(4):
+                outs += llm.step()
+        while llm.has_unfinished():
+            outs += llm.step()
+        return seen(sorted(outs, key=lambda out: int(out.request_id))), llm.stats()["accepted_tokens"]
+
+    plain, _ = outputs()
+    drafted, accepted = outputs(speculative="model", draft_model=model_folder, speculative_step_tokens=4)
+    assert drafted == plain and accepted > 10
+
+
 def test_a_recorded_schedule_comes_out_the_same(model_folder: str, tmp_path: Path) -> None:
     llm = LLM(model_folder, threads=1, speculative="suffix", schedule_dir=str(tmp_path))
     for seed in (1, 1, 2):
@@ -386,19 +405,23 @@ def test_a_recorded_schedule_comes_out_the_same(model_folder: str, tmp_path: Pat
 
 @settings(max_examples=100, deadline=None)
 @given(
+    shared=st.lists(st.integers(0, 3), max_size=9),
     texts=st.lists(st.lists(st.integers(0, 3), max_size=24), min_size=1, max_size=4),
     asked=st.integers(0, 3),
     most=st.integers(1, 8),
 )
-def test_the_longest_match_among_the_latest(texts: list[list[int]], asked: int, most: int) -> None:
-    index = SuffixIndex()
-    numbers = [index.add([]) for _ in texts]
-    order = []
+def test_the_longest_match_among_the_latest(shared: list[int], texts: list[list[int]], asked: int, most: int) -> None:
+    index = SuffixIndex(len(shared))
+    numbers = [index.add(list(shared)) for _ in texts]
+    order = [(0, at) for at in range(ORDER, len(shared))]
+    order += [(number, len(shared)) for number in numbers if len(shared) >= ORDER]
+    index.continuation(0, 1)
     for step in range(24):  # they grow in turn
         for number, text in zip(numbers, texts, strict=True):
             index.texts[number].extend(text[step : step + 1])
-            if ORDER <= step + 1 <= len(text):
-                order.append((number, step + 1))
+            at = len(shared) + step + 1
+            if at >= ORDER and step < len(text):
+                order.append((number, at))
         index.continuation(0, 1)
     number = numbers[asked % len(texts)]
     text = index.texts[number]
@@ -417,6 +440,7 @@ def test_the_longest_match_among_the_latest(texts: list[list[int]], asked: int, 
         return
     source, at = max(usable, key=lambda place: length(*place))  # the latest of equals
     assert matched == length(source, at)
+    source = number if at < len(shared) else source
     expected = index.texts[source][at : at + most]
     while source == number and len(expected) < most:
         expected.append((text + expected)[at + len(expected)])
@@ -438,15 +462,42 @@ def test_drafts_grow_while_they_are_right_and_are_tried_again_later() -> None:
     assert 5 < waited < 200
 
 
-def test_texts_of_closed_prompts_are_kept_within_bounds(model_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference.speculative.suffix_drafts._KEPT_TOKENS", 50)
+def test_a_prompt_is_brought_in_once() -> None:
+    """Copies of it would be all the places that are looked at, and hide an earlier and longer match."""
+    prompt = [7, 1, 2, 3, 50, 8, 1, 2, 3, 51]
+    index = SuffixIndex(len(prompt))
+    for own in range(40):
+        index.add([*prompt, 100 + own])
+    index.texts[9] += [7, 1, 2, 3]
+    assert index.continuation(9, 2) == ([50, 8], 4)
+    assert index.num_indexed == (11 - 2) + 39 * 2 + 4
+
+
+@pytest.mark.parametrize("n", [1, 20])
+def test_texts_of_closed_prompts_are_kept_within_bounds(
+    model_folder: str, monkeypatch: pytest.MonkeyPatch, n: int
+) -> None:
+    """Also where the batch is too full for anybody to draft."""
+    monkeypatch.setattr("inference.speculative.suffix_drafts._KEPT_TOKENS", 50 * n)
     llm = LLM(model_folder, threads=1, speculative="suffix")
     for prompt in PROMPTS:
-        llm.generate([prompt], SamplingParams(max_tokens=20, ignore_eos=True))
+        llm.generate([prompt], SamplingParams(n=n, max_tokens=20, ignore_eos=True))
+    speculation = llm.engine.speculation
+    assert isinstance(speculation, SuffixDrafts) and not speculation._open
+    kept = [sum(map(len, texts.index.texts)) for texts in speculation._idle.values()]
+    assert 1 <= len(kept) < len(PROMPTS) and sum(kept) == speculation._idle_tokens <= 50 * n
+
+
+def test_the_texts_of_a_prompt_that_is_asked_again_and_again_begin_anew(
+    model_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("inference.speculative.suffix_drafts.MOST_TOKENS", 1000)
+    llm = LLM(model_folder, threads=1, speculative="suffix")
+    for _ in range(8):
+        llm.generate([PROMPTS[0]], SamplingParams(n=20, max_tokens=20, ignore_eos=True))
     assert isinstance(llm.engine.speculation, SuffixDrafts)
-    texts = llm.engine.speculation._texts
-    assert 1 <= len(texts) < len(PROMPTS)
-    assert sum(t.index.num_indexed for t in texts.values()) <= 50 and not any(t.open_requests for t in texts.values())
+    [texts] = llm.engine.speculation._idle.values()
+    assert sum(map(len, texts.index.texts)) < 1000 + 20 * 24
 
 
 def test_an_index_that_is_full_takes_in_the_text_that_is_asked_for_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,3 +117,12 @@ def test_every_eos_id_of_the_generation_config_ends_a_sample(model_folder: str, 
     without = copy_of(generation_config=None, config={"eos_token_id": drawn[4]})
     sample = LLM(without).generate([[1, 10]], SamplingParams(seed=2, max_tokens=30))[0].samples[0]
     assert sample.token_ids == drawn[: drawn.index(drawn[4]) + 1]
+
+
+def test_eos_ids_that_the_vocabulary_does_not_have_hold_nothing_back(copy_of: Callable[..., str]) -> None:
+    """As an index, 1000 would break the step of all requests, and -1 would ban the last token."""
+    from inference import LLM
+
+    llm = LLM(copy_of(generation_config={"eos_token_id": [-1, 1000]}))
+    held, free = llm.generate([[1, 10]] * 2, [SamplingParams(seed=2, min_tokens=m, max_tokens=6) for m in (4, 0)])
+    assert held.samples[0].logprobs == free.samples[0].logprobs

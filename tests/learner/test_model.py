@@ -5,11 +5,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma2Config
+from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config
 
 from learner.attention import DocumentLayout
-from learner.model import attention_tokens, forward_flops, layer_windows, load_policy
+from learner.model import attention_tokens, decoder_layers, forward_flops, layer_windows, load_policy
 from olmorl.contract.errors import ModelError
+from tests.learner.conftest import SHAPE
 
 CPU = torch.device("cpu")
 LENGTHS = [17, 3, 40, 2, 16]
@@ -73,3 +74,49 @@ def test_missing_and_unsupported_models_are_refused(tmp_path: object) -> None:
     Gemma2Config(num_hidden_layers=1).save_pretrained(f"{tmp_path}/gemma2")
     with pytest.raises(ModelError, match="final_logit_softcapping"):
         load_policy(f"{tmp_path}/gemma2")
+
+
+OTHERS = {
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "seed_oss": {"head_dim": 8, "residual_dropout": 0.5},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "modernbert-decoder": {},
+    "llama4_text": {"intermediate_size_mlp": 48, "num_local_experts": 2, "head_dim": 8},
+}
+
+
+def other_model(folder: str, family: str) -> str:
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SHAPE, **OTHERS[family]))
+    model.save_pretrained(f"{folder}/{family}")
+    return f"{folder}/{family}"
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt", "seed_oss"])
+def test_families_that_the_engine_has_not(tmp_path: object, family: str) -> None:
+    """Lists of layers by other names, learned positions, and dropout that is no module."""
+    folder = other_model(str(tmp_path), family)
+    policy = load_policy(folder)
+    assert len(decoder_layers(policy)) == 2
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    tokens = torch.arange(3, 20)
+    layout = DocumentLayout.from_starts(np.array([0, 8, 17]), device=CPU)
+    positions = torch.cat([torch.arange(8), torch.arange(9)])
+    scored = torch.arange(9, 17)
+    ours, _ = policy(tokens, positions, layout, scored_R=scored, context_R=scored - 1, temperature=1.0)
+    theirs = plain(tokens[None, 8:]).logits[0, :-1].log_softmax(-1).gather(-1, tokens[9:, None])[:, 0]
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "complaint"),
+    [
+        ("lfm2", "carries a state over"),
+        ("modernbert-decoder", "head of its own kind"),
+        ("llama4_text", "cannot be trained on packed"),
+    ],
+)
+def test_families_that_packing_would_change_are_refused(tmp_path: object, family: str, complaint: str) -> None:
+    with pytest.raises(ModelError, match=complaint):
+        load_policy(other_model(str(tmp_path), family))

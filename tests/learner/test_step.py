@@ -9,9 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from learner.batch_file import load_batch
+from learner.model import decoder_layers
 from learner.pack import pack, unpack
 from learner.trainer import Trainer
 from olmorl.contract.errors import WorkerError
@@ -181,8 +183,14 @@ def test_the_order_of_samples_changes_nothing(
 
 def test_activation_checkpointing_changes_nothing(config: LearnerConfig, samples: list[TrainSample]) -> None:
     plain, _ = run_step(config, samples)
-    checkpointed, _ = run_step(replace(config, activation_checkpointing=True), samples)
+    checkpointed = Trainer(replace(config, activation_checkpointing=True), device=CPU)
+    calls: list[nn.Module] = []
+    for layer in decoder_layers(checkpointed.policy):
+        layer.mlp.register_forward_hook(lambda mlp, *_: calls.append(mlp))
+    (batch,) = pack(samples, version=0, num_ranks=1, tokens_per_micro_batch=64)
+    checkpointed.train_step(batch)
     torch.testing.assert_close(weights(plain), weights(checkpointed), rtol=1e-6, atol=1e-7)
+    assert len(calls) == 2 * 2 * len(batch.micro_batches), "each of two layers computes twice"
 
 
 def test_bfloat16_keeps_float32_weights(config: LearnerConfig, samples: list[TrainSample]) -> None:
@@ -293,6 +301,16 @@ def assert_equal_batches(one: RankBatch, two: RankBatch) -> None:
         for x, y in zip(a.micro_batches, b.micro_batches, strict=True):
             for field in fields(x):
                 np.testing.assert_array_equal(getattr(x, field.name), getattr(y, field.name))
+
+
+def test_old_logprobs_are_those_of_one_epoch_also_beside_a_mini_batch_without_signal(
+    config: LearnerConfig, samples: list[TrainSample]
+) -> None:
+    silent = [replace(s, loss_mask=np.zeros_like(s.loss_mask)) for s in samples[:5]]
+    mixed = [*silent, *samples[5:]]
+    (batch,) = pack(mixed, version=0, num_ranks=1, tokens_per_micro_batch=64, num_mini_batches=2)
+    report = Trainer(replace(config, epochs=2), device=CPU).train_step(batch)
+    assert len(report.old_logprobs) == sum(int(s.loss_mask.sum()) for s in mixed)
 
 
 def test_one_bad_mini_batch_is_left_out_alone(config: LearnerConfig, samples: list[TrainSample]) -> None:

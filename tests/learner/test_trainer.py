@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DeepseekV3Config
 
 from learner.checkpoint import export_hugging_face
+from learner.model import PolicyModel
 from learner.pack import pack
 from learner.trainer import Trainer, pick_device
 from olmorl.contract.errors import ConfigError, WorkerError
 from olmorl.contract.training import LearnerConfig, RankBatch, ScoreRequest, TrainSample
+from tests.learner.conftest import SHAPE
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -85,6 +87,49 @@ def test_a_resumed_run_continues_bit_for_bit(config: LearnerConfig, samples: lis
     torch.testing.assert_close(weights(resumed), weights(whole), rtol=0, atol=0)
 
 
+def test_a_resumed_run_decays_as_its_own_config_says(
+    config: LearnerConfig, samples: list[TrainSample], tmp_path: Path
+) -> None:
+    """Learning rate and schedule are taken from the config at every step; the rest of AdamW must not lag behind."""
+    before = Trainer(config, device=CPU)
+    before.train_step(batch_of(samples, 0))
+    before.save(str(tmp_path / "checkpoint"))
+    before.finish_save()
+    changed = replace(config, weight_decay=0.25, betas=(0.7, 0.8), eps=1e-5)
+    resumed = Trainer(changed, device=CPU)
+    resumed.load(str(tmp_path / "checkpoint"))
+    groups = resumed.state.optimizer.param_groups
+    assert [(group["weight_decay"], group["betas"], group["eps"]) for group in groups] == [
+        (0.25, (0.7, 0.8), 1e-5),
+        (0.0, (0.7, 0.8), 1e-5),
+    ]
+
+
+def test_a_checkpoint_before_the_first_step_changes_nothing(
+    config: LearnerConfig, samples: list[TrainSample], tmp_path: Path
+) -> None:
+    """As when the first batches carry no signal: AdamW has no state to save yet, and must not take that for a step."""
+    config = replace(config, eps=1e-8, lr=1e-3)
+    plain, saved, resumed = (Trainer(config, device=CPU) for _ in range(3))
+    saved.save(str(tmp_path / "checkpoint"))
+    saved.finish_save()
+    resumed.load(str(tmp_path / "checkpoint"))
+    for trainer in (plain, saved, resumed):
+        trainer.train_step(batch_of(samples, 0))
+    torch.testing.assert_close(weights(saved), weights(plain), rtol=0, atol=0)
+    torch.testing.assert_close(weights(resumed), weights(plain), rtol=0, atol=0)
+
+
+def test_no_device_ever_holds_the_whole_model(config: LearnerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers move one by one, as they are sharded: a model of 32B in float32 is larger than a GPU."""
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("the whole model is moved")
+
+    monkeypatch.setattr(PolicyModel, "to", refuse)
+    Trainer(config, device=CPU)
+
+
 def test_a_folder_that_is_no_checkpoint_is_refused(config: LearnerConfig, tmp_path: Path) -> None:
     with pytest.raises(WorkerError, match="not a whole learner checkpoint"):
         Trainer(config, device=CPU).load(str(tmp_path))
@@ -136,9 +181,40 @@ def test_a_large_model_is_exported_in_shards(config: LearnerConfig, tmp_path: Pa
     export_hugging_face(trainer.policy, target, source=config.model, dtype="float32", max_shard_bytes=20_000)
     shards = {path.name for path in target.glob("*.safetensors")}
     index = json.loads((target / "model.safetensors.index.json").read_text())
+    (tmp_path / "plain").touch()
+    modes = {path.stat().st_mode for path in target.iterdir()}
+    assert modes == {(tmp_path / "plain").stat().st_mode}, "whoever may read one file may read all"
     assert len(shards) > 2 and set(index["weight_map"].values()) == shards
     request = ScoreRequest(sequences=(np.arange(3, 20, dtype=np.int32),))
     scores = transformers_scores(str(target), request.sequences)
+    np.testing.assert_allclose(trainer.score(request)[0], scores[0], atol=1e-5)
+
+
+def test_what_is_no_parameter_is_exported_too(config: LearnerConfig, tmp_path: Path) -> None:
+    """The bias that balances the experts of DeepSeek is a buffer."""
+    model = AutoModelForCausalLM.from_config(
+        DeepseekV3Config(
+            **(SHAPE | {"num_key_value_heads": 4}),
+            kv_lora_rank=16,
+            q_lora_rank=None,
+            qk_rope_head_dim=8,
+            qk_nope_head_dim=8,
+            v_head_dim=8,
+            n_routed_experts=4,
+            n_group=1,
+            topk_group=1,
+            num_experts_per_tok=2,
+            moe_intermediate_size=16,
+            first_k_dense_replace=1,
+        )
+    )
+    (bias,) = (buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias"))
+    bias.copy_(torch.tensor([3.0, -1.0, 2.0, 0.5]))
+    model.save_pretrained(tmp_path / "model")
+    trainer = Trainer(replace(config, model=str(tmp_path / "model")), device=CPU)
+    trainer.export(str(tmp_path / "export"))
+    request = ScoreRequest(sequences=(np.arange(3, 20, dtype=np.int32),))
+    scores = transformers_scores(str(tmp_path / "export"), request.sequences)
     np.testing.assert_allclose(trainer.score(request)[0], scores[0], atol=1e-5)
 
 
@@ -149,7 +225,7 @@ def test_a_failed_save_is_told_when_it_is_waited_for(
     trainer = Trainer(config, device=CPU)
     trainer.save(str(tmp_path / "file" / "checkpoint"))
     trainer.train_step(batch_of(samples, 0))
-    with pytest.raises(WorkerError, match="checkpoint"):
+    with pytest.raises(WorkerError, match=r"^the checkpoint .* was not written: [^\n]*Not a directory[^\n]*$"):
         trainer.finish_save()
     trainer.save(str(tmp_path / "checkpoint"))
     trainer.finish_save()

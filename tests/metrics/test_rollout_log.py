@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from olmorl.metrics.rollout_log import RolloutRow, find_rollout, read_rollouts, write_rollouts
+from olmorl.metrics.rollout_log import RolloutRow, read_rollouts, write_rollouts
 
 COLUMNS = """
     rollout_id, prompt_id, sample, step, attempt, data_source, prompt_token_ids, token_ids, loss_mask, logprobs,
@@ -127,11 +127,11 @@ def test_a_file_of_before_a_column_was_added_is_read(tmp_path: Path) -> None:
 
 
 def test_one_rollout_is_found_by_its_id(tmp_path: Path) -> None:
-    write_rollouts(tmp_path / "step_000012.parquet", [row(sample, 3 + sample) for sample in range(4)])
-    found = find_rollout(tmp_path / "step_000012.parquet", "0/17/2")
-    assert found is not None
+    path = tmp_path / "step_000012.parquet"
+    write_rollouts(path, [row(sample, 3 + sample) for sample in range(4)])
+    [found] = read_rollouts(path, rollout_id="0/17/2")
     assert_same(found, row(2, 5))
-    assert find_rollout(tmp_path / "step_000012.parquet", "0/17/9") is None
+    assert read_rollouts(path, rollout_id="0/17/9") == []
 
 
 def test_a_write_replaces_and_leaves_nothing_beside(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from olmorl.metrics.console_sink import ConsoleSink
 from olmorl.metrics.jsonl_sink import JsonlSink, drop_torn_line, read_metrics
 from olmorl.metrics.names import METRIC_NAMES, is_declared
 from olmorl.metrics.sinks import open_sinks
-from olmorl.metrics.wandb_sink import open_wandb, resolve_mode
+from olmorl.metrics.wandb_sink import WandbSink, open_wandb, resolve_mode
 
 History = Callable[[Path], list[dict[str, Any]]]
 STEP = {
@@ -116,6 +116,17 @@ def test_console_on_a_terminal_is_cheap_and_ends_clean() -> None:
     assert sorted(seconds)[50] < 0.005
 
 
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_a_narrow_terminal_shows_the_step_the_time_left_and_the_reward(width: int) -> None:
+    out = io.StringIO()
+    sink = ConsoleSink(2000, console=Console(file=out, force_terminal=True, width=width, color_system=None))
+    for step in (1, 2):
+        sink.write(step, STEP)
+    sink.close()
+    last = out.getvalue().split("\x1b[2K")[-1].splitlines()[0]
+    assert len(last) <= width and last.startswith("step 2/2000 ") and " left reward 0.500" in last
+
+
 @pytest.mark.parametrize(
     ("mode", "environment", "resolved"),
     [
@@ -205,6 +216,25 @@ def test_samples_of_evaluations_reach_wandb(
     assert history[0]["eval/a/avg_at_k"] == 0.75
     assert history[1]["eval/a/samples/_type"] == "table-file" and history[1]["eval/a/samples/nrows"] == 16
     assert [row["progress/step"] for row in history] == [3, 3]
+
+
+def test_wandb_that_dies_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    class Died:
+        def define_metric(self, *names: str, **options: str) -> None:
+            pass
+
+        def log(self, row: dict[str, float]) -> None:
+            raise ConnectionResetError("its process is gone")
+
+        finish = log
+
+    sink = WandbSink(Died())  # type: ignore[arg-type]
+    with caplog.at_level(logging.WARNING):
+        for step in (1, 2):
+            sink.write(step, STEP)
+        sink.close()
+    [told] = [record.message for record in caplog.records]
+    assert "its process is gone" in told and "metrics.jsonl" in told
 
 
 def test_wandb_that_cannot_start_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -6,7 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from olmorl.contract.errors import ConfigError
+from olmorl.bench.engine import read_workload
+from olmorl.bench.learner import read_batch
+from olmorl.contract.errors import ConfigError, DataError
 from olmorl.metrics.rollout_log import RolloutRow, write_rollouts
 from olmorl.planner.recorded import recorded_load
 
@@ -44,3 +46,16 @@ def test_groups_come_back_in_the_order_of_their_admission(tmp_path: Path) -> Non
 def test_a_run_without_rollouts(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has no rollouts"):
         recorded_load(tmp_path)
+
+
+def test_the_last_step_of_a_run_is_a_load_to_measure_by(tmp_path: Path) -> None:
+    (tmp_path / "rollouts").mkdir()
+    write_rollouts(tmp_path / "rollouts" / "step_000001.parquet", [row("0_1", 0, 3, 0.5)])
+    wasted = [row("0_4", 0, 2, 1.5, "zero_variance"), row("0_4", 1, 0, 1.5, "aborted")]
+    write_rollouts(
+        tmp_path / "rollouts" / "step_000002.parquet", [row("0_3", 0, 9, 2.5), row("0_3", 1, 5, 2.5), *wasted]
+    )
+    assert [(len(g.prompt), g.lengths) for g in read_workload(tmp_path)] == [(7, [9, 5]), (7, [2, 1])]
+    assert [len(sample.token_ids) for sample in read_batch(tmp_path)] == [9, 5]
+    with pytest.raises(DataError, match="has no rollouts"):
+        read_workload(tmp_path / "rollouts")

@@ -2,20 +2,23 @@
 
 import pytest
 
-from olmorl.planner.costs import device
+from olmorl.planner.costs import EngineCost, LearnerCost, SyncCost, device
 from olmorl.planner.load import Load, lognormal_lengths
 from olmorl.planner.plan import SIMULATED_WORKERS, Question, plans, setup_of
+from olmorl.planner.setup import Setup
 from olmorl.planner.shape import SHAPES
 from olmorl.planner.simulation import Simulation
 
 
 def question(gpus: int, prompts_per_step: int) -> Question:
-    return Question(
-        shape=SHAPES["olmo3-7b"], device=device("h100"), num_devices=gpus,
+    shape, h100 = SHAPES["olmo3-7b"], device("h100")
+    run = Setup(
         load=Load(lengths=lognormal_lengths(14_628, 32_768), prompt_tokens=1024, zero_variance=0.3),
-        prompts_per_step=prompts_per_step, samples_per_prompt=8, max_response_tokens=32_768, async_steps=2,
-        active_sampling=True,
+        engine=EngineCost(shape=shape, device=h100), learner=LearnerCost(shape=shape, device=h100, ranks=1),
+        sync=SyncCost(shape=shape), inference_workers=1, prompts_per_step=prompts_per_step, samples_per_prompt=8,
+        max_num_seqs=1, kv_cache_tokens=1, async_steps=2,
     )  # fmt: skip
+    return Question(run=run, num_devices=gpus, longest=1024 + 32_768)
 
 
 @pytest.mark.soak

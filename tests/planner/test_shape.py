@@ -38,9 +38,7 @@ def test_a_quantised_run_decodes_faster_trains_alike_and_lies_on_one_device() ->
         question_of(load_config(CONFIG, settings), num_devices=8, device_name="h100")
         for settings in ([], ["inference.quantization=int8"], ["inference.quantization=int4"])
     )
-    seconds = [
-        q.factors.step_seconds(tokens=1, sequences=1, pairs=1, reads=1) for q in (plain, int8, int4) if q.factors
-    ]
+    seconds = [q.run.engine.step_seconds(tokens=1, sequences=1, pairs=1, reads=1) for q in (plain, int8, int4)]
     weights = SHAPES["qwen3-8b"].active_parameters * 2 / (3.35e12 * 0.75)
     assert 0.4 * weights < seconds[0] - seconds[1] < 0.5 * weights < seconds[0] - seconds[2] < 0.75 * weights
     assert plain.shape == int8.shape and int8.shape.quantization is None, "updates and the learner are not quantised"

@@ -5,11 +5,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from inference.scheduler import Scheduler
-from olmorl.planner.costs import DEVICES, Device, EngineCost
+from olmorl.planner.costs import DEVICES, Device, EngineCost, StepCurve
 from olmorl.planner.events import Clock
 from olmorl.planner.load import Load, lognormal_lengths
 from olmorl.planner.setup import Setup
@@ -153,3 +153,58 @@ def test_costs_by_hand() -> None:
     assert cost.step_seconds(tokens=2048, sequences=1, pairs=0, reads=0) == pytest.approx(
         2 * 7.0706e9 * 2048 / 990e12, rel=1e-3
     )
+
+
+def test_two_samples_in_one_slot_by_hand(make_setup: MakeSetup) -> None:
+    """Steps of half a second: each sample draws 3 tokens in 3 steps, one behind the other. Then 10 s of training, 1 s
+    for the snapshot, 2 s to send it, and the swap; synchronous, so that a step is their sum."""
+    setup = make_setup()
+    half = StepCurve(tokens=(1,), at_tokens=(0.5,), a_pair=0.0)
+    setup = make_setup(
+        load=Load(lengths=[3], prompt_tokens=5), engine=replace(setup.engine, measured=half),
+        learner=replace(setup.learner, step_overhead=10.0, passes=0.0),
+        sync=replace(setup.sync, bandwidth=float("inf"), latency=2.0, snapshot=1.0, swap=0.25),
+        inference_workers=1, prompts_per_step=1, samples_per_prompt=2, max_num_seqs=1, async_steps=0,
+    )  # fmt: skip
+    found = Simulation(setup).run(2, warm_up=1)
+    period = 0.25 + 6 * 0.5 + 10 + 1 + 2
+    assert found.step_seconds == pytest.approx(period)
+    assert found.tokens_per_second == pytest.approx(6 / period) == found.trained_tokens_per_second
+    assert found.learner_wait_share == pytest.approx(1 - 11 / period)
+    assert (found.stall_seconds, found.live_batch, found.slot_waste, found.lags) == (0.25, 1.0, 0.0, [0] * 4)
+
+
+@given(
+    st.integers(0, 2), st.sampled_from(["inflight", "pause", "drain"]), st.booleans(), st.integers(1, 3),
+    st.integers(1, 12), st.floats(0, 0.8), st.integers(0, 99),
+)  # fmt: skip
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_every_token_is_trained_wasted_or_in_hand(
+    make_setup: MakeSetup,
+    async_steps: int,
+    mode: str,
+    active: bool,
+    oversampling: int,
+    slots: int,
+    zero: float,
+    seed: int,
+) -> None:
+    load = Load(lengths=[1, 3, 17, 60], prompt_tokens=12, zero_variance=zero)
+    setup = make_setup(
+        load=load, async_steps=async_steps, sync_mode=mode, active_sampling=active, max_num_seqs=slots, seed=seed,
+        oversampling=oversampling, inference_workers=2, prompts_per_step=2, samples_per_prompt=3, kv_cache_tokens=1024,
+    )  # fmt: skip
+    simulation = Simulation(setup)
+    simulation.run(4)
+    admitted = [load.group(number, 3, seed=seed) for number in range(simulation._next_number)]
+    in_hand = simulation._drawn
+    gone = [group for order, group in enumerate(admitted) if order not in in_hand]
+    trained = simulation._trained_tokens
+    wasted = sum(sum(lengths) for lengths, _ in gone) - trained
+    assert wasted >= sum(sum(lengths) for lengths, has_signal in gone if not has_signal)
+    assert active is False or wasted == sum(sum(lengths) for lengths, has_signal in gone if not has_signal)
+    left = sum(engine.in_flight for engine in simulation._engines)
+    made = sum(engine.totals.output_tokens for engine in simulation._engines)
+    partly = sum(sum(lengths) for lengths, _ in in_hand.values())
+    assert trained + wasted <= made <= trained + wasted + partly
+    assert left <= 3 * len(in_hand)

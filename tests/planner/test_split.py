@@ -42,10 +42,18 @@ def test_a_run_takes_the_best_plan_for_the_gpus_there_are(tmp_path: Path, capsys
     assert best["inference_gpus"] + best["learner_gpus"] == 8
 
 
-@pytest.mark.parametrize(("said", "kept"), [(True, 9999), (False, "auto")])
-def test_what_the_config_says_of_memory_stays(said: bool, kept: object, tmp_path: Path) -> None:
-    (tmp_path / "run.toml").write_text(f"[inference]\n{'kv_cache_tokens = 9999' * said}")
-    assert split(load_config(tmp_path / "run.toml", AUTO), [Node("n", 48, 8, "H100")]).inference.kv_cache_tokens == kept
+def test_what_the_config_says_of_memory_stays(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text("[inference]\nkv_cache_tokens = 9999")
+    assert split(load_config(tmp_path / "run.toml", AUTO), [Node("n", 48, 8, "H100")]).inference.kv_cache_tokens == 9999
+
+
+def test_only_a_worker_of_one_gpu_measures_its_memory(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text("")
+    config = load_config(tmp_path / "run.toml", AUTO)
+    alone = split(config, [Node(f"n{i}", 6, 1, "H100") for i in range(8)]).inference
+    assert (alone.tensor_parallel, alone.kv_cache_tokens) == (1, "auto")
+    several = split(config, [Node("n", 48, 8, "H100")]).inference
+    assert several.tensor_parallel > 1 and several.kv_cache_tokens == several.max_num_seqs * 384
 
 
 def test_the_command_that_a_plan_prints_is_one_that_runs(capsys: pytest.CaptureFixture[str]) -> None:

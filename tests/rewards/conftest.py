@@ -69,6 +69,8 @@ class Judge:
     def __init__(self): self.calls = 0
     def __call__(self, completion, ground_truth, prompt): return 0.25
 
+def two(completion, ground_truth): return 1.0
+
 number = 3
 '''
 
@@ -84,7 +86,7 @@ def own_verifiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 class Server:
-    """An HTTP server whose answers are `answer(path, body) -> (status, JSON)`."""
+    """An HTTP server whose answers are `answer(path, body) -> (status, JSON or bytes)`."""
 
     def __init__(
         self,
@@ -116,7 +118,7 @@ class Server:
                 outer._closing.wait(60 if stall(body) else seconds)
                 with outer._lock:
                     outer._at_once -= 1
-                payload = json.dumps(value).encode()
+                payload = value if isinstance(value, bytes) else json.dumps(value).encode()
                 with contextlib.suppress(ConnectionError):
                     self.send_response(status)
                     self.send_header("content-length", str(len(payload)))

@@ -16,7 +16,7 @@ from olmorl.rewards.verifier import JUDGES
 pytestmark = pytest.mark.timeout(60)
 
 
-def reply(text: str) -> tuple[int, object]:
+def reply(text: object) -> tuple[int, object]:
     return 200, {"choices": [{"message": {"role": "assistant", "content": text}}]}
 
 
@@ -97,6 +97,38 @@ def test_a_judge_that_stalls_holds_up_no_one_else(serve) -> None:
     assert (slow.status, fast.reward) == ("timeout", 0.1)
 
 
+def test_a_judge_that_is_silent_is_down(serve) -> None:
+    """It takes connections and answers none: no failure but that of time."""
+
+    async def main() -> list[tuple[float, str]]:
+        async with VerifierPool(["judge"], settings=settings(server.url), timeout_seconds=0.5) as pool:
+            outages = []
+            for n in range(3):
+                verdicts = await pool.score([job(str(n)), job(f"{n}b")])
+                assert {v.status for v in verdicts} == {"timeout"}
+                outages.append(pool.outage())
+            await pool.score([job("fast")], timeout_seconds=10)
+            return [*outages, pool.outage()]
+
+    server = serve(lambda path, body: reply("5"), stall=lambda body: "fast" not in str(body))
+    outages = asyncio.run(main())
+    seconds = [down for down, _ in outages]
+    assert 0.4 < seconds[0] < seconds[1] < seconds[2] and 1.2 < seconds[2] < 10
+    assert outages[0][1] == "no answer in 0.5 s" and outages[-1] == (0.0, "")
+
+
+def test_one_late_answer_among_others_is_no_outage(serve) -> None:
+    async def main() -> tuple[list[Verdict], float]:
+        async with VerifierPool(["judge"], settings=settings(server.url), timeout_seconds=1.0) as pool:
+            slow = asyncio.create_task(pool.score([job("slow")]))
+            await asyncio.sleep(0.3)  # so that the other is answered while this one waits
+            return await pool.score([job("fast")]) + await slow, pool.outage()[0]
+
+    server = serve(lambda path, body: reply("5"), stall=lambda body: "slow" in str(body))
+    (fast, slow), down = asyncio.run(main())
+    assert (fast.status, slow.status, down) == ("scored", "timeout", 0.0)
+
+
 def test_it_comes_back(serve) -> None:
     async def main() -> list[Verdict]:
         async with VerifierPool(["judge"], settings=settings(server.url), timeout_seconds=1.0) as pool:
@@ -138,6 +170,10 @@ def test_while_it_stays_down_it_is_asked_less_and_less(serve) -> None:
         (reply("I like it"), "no score"),
         (reply('{"score": 70}'), "no score from 0 to 10"),
         (reply(""), "no score"),
+        (reply([{"type": "text", "text": "7"}]), "no text"),
+        ((200, b"[" * 200_000), "no JSON"),
+        ((200, b'{"choices": '), "no JSON"),
+        ((200, b"\xff\xfe"), "no JSON"),
     ],
 )
 def test_an_answer_without_a_score_is_an_error(serve, answer: tuple[int, object], detail: str) -> None:
@@ -164,6 +200,20 @@ def test_no_judge_is_said_at_the_start() -> None:
         judge(VerifierSettings(judge_url=None), job())
     with pytest.raises(ConfigError, match=r"judge_url.*nonsense"):
         judge(settings("nonsense"), job())
+    with pytest.raises(ConfigError, match=r"judge_url is 'http://localhost:80O0/v1': Invalid port"):
+        judge(settings("http://localhost:80O0"), job())
+
+
+def test_a_key_that_was_read_from_a_file_with_its_newline(serve) -> None:
+    server = serve(lambda path, body: reply("5"))
+    config = VerifierSettings(judge_url=server.url, judge_model="m", judge_api_key="k\n")
+    assert judge(config, job())[0].reward == 0.5 and server.headers["authorization"] == "Bearer k"
+
+
+def test_a_reference_that_utf8_cannot_write_is_asked_about_all_the_same(serve) -> None:
+    server = serve(lambda path, body: reply("5"))
+    [verdict] = judge(settings(server.url), job(truth="half a pair: \ud83d"))
+    assert verdict.reward == 0.5 and "half a pair: ?" in server.requests[0][1]["messages"][0]["content"]
 
 
 @pytest.mark.parametrize(
@@ -182,3 +232,11 @@ def test_no_judge_is_said_at_the_start() -> None:
 )
 def test_read_score(text: str, value: float | None) -> None:
     assert read_score(text) == value
+
+
+def test_what_a_judge_repeats_without_end_is_read_at_once() -> None:
+    """On the event loop, which nothing may block."""
+    start = time.process_time()
+    for text in ("5" + " \n" * 5000 + "x", "score" * 20_000, "score" + " " * 100_000, "5/" * 50_000, "5" * 100_000):
+        assert read_score(text) in (None, float("inf"))
+    assert time.process_time() - start < 1

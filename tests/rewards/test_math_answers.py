@@ -184,6 +184,24 @@ UNITS = r"""
 he has 12 eggs | 12
 he has 12 eggs. | ~1
 \boxed{5'} | 5
+\boxed{10 m} | 10
+\boxed{10m} | 10
+\boxed{10m/s} | 10
+\boxed{5^2} | 25
+\boxed{5^2} | ~5
+\boxed{25} | 5^2
+\boxed{2^3} | 8
+\boxed{3x} | 3x
+\boxed{3x} | ~3
+\boxed{3} | ~3x
+\boxed{4i} | ~4
+\boxed{6xy} | ~6
+\boxed{24t^3} | 24t^{3}
+\boxed{24} | ~24t^3
+\boxed{1 2} | ~1
+\boxed{1 2} | ~12
+\boxed{2*3} | 6
+\boxed{2*3} | ~23
 """
 LATEX = r"""
 \boxed{\sqrt{8}} | 2\sqrt2
@@ -317,6 +335,8 @@ def test_truths_of_all_kinds(math: MathVerifier) -> None:
     assert math("\\boxed{7}", ["6", "7"]).reward == 1.0
     assert math("\\boxed{7}", ["6", "8"]).reward == 0.0
     assert math("\\boxed{7}", "work\n#### 7").reward == math("\\boxed{7}", "so $\\boxed{7}$").reward == 1.0
+    assert gsm8k("0.00001", 1e-05).reward == gsm8k("1" + "0" * 20, 1e20).reward == 1.0
+    assert gsm8k("5", 1e-05).reward == gsm8k("20", 1e20).reward == 0.0
     assert math("7", "").status == math("7", "  ").status == math("7", []).status == "unscorable"
 
 
@@ -347,7 +367,8 @@ def test_math_in_a_thread_needs_no_alarm(math: MathVerifier) -> None:
 MEGABYTES = ["\\boxed{" * 150_000, "\\boxed{1}" * 110_000, "$" * 10**6, "1 " * 500_000, "<answer>" * 120_000,
              "answer is " * 100_000, "#### " * 200_000, "\\(" * 500_000, "x" * 10**6, "1" * 10**6, "1," * 500_000,
              "1/" * 500_000, "\\boxed{" + "1" * 10**6 + "}", "{" * 10**6, "```\n" * 250_000, "```" * 300_000,
-             "final answer is " * 60_000]  # fmt: skip
+             "final answer is " * 60_000, "\\[" * 500_000,
+             "final answer is" + " " * 10**6 + "y\nI hope it is correct"]  # fmt: skip
 
 
 @pytest.mark.parametrize("text", MEGABYTES, ids=lambda text: text[:10])

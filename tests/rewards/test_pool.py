@@ -155,6 +155,7 @@ def test_works_in_another_thread(own_verifiers) -> None:
         ("no_such_module_here:f", ["no_such_module_here", "Python path"]),
         ("broken_verifiers:f", ["no_such_library_at_all", "broken_verifiers.py:1"]),
         ("failing_verifiers:f", ["RuntimeError: no licence", "failing_verifiers.py:1"]),
+        ("own_verifiers:two", ["must take (completion, ground_truth, prompt); it takes (completion, ground_truth)"]),
     ],
 )
 def test_what_cannot_be_loaded_is_said_at_the_start(own_verifiers, verifier: str, words: list[str]) -> None:

@@ -2,7 +2,10 @@
 
 import asyncio
 import json
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +14,16 @@ import pyarrow.parquet as pq
 import pytest
 
 from olmorl.config.data_sections import RewardSection, SourceSection
-from olmorl.contract.errors import ConfigError
+from olmorl.contract.errors import WorkerError
 from olmorl.contract.generation import EngineConfig, SamplingParams
+from olmorl.controller.background import Background
 from olmorl.controller.rollout import RolloutService
-from olmorl.controller.scoring import Scorer
+from olmorl.controller.scoring import Scorer, full_reward, verifiers_to_load
 from olmorl.data.tokenizer import PromptEncoder, load_tokenizer
 from olmorl.metrics.rollout_log import RolloutRow
 from olmorl.rollouts.job import RolloutJob
 from olmorl.rollouts.output import RolloutFiles
-from olmorl.rollouts.prompt_reader import PromptReader
+from olmorl.rollouts.prompt_reader import PromptReader, full_rewards, named_verifiers
 from olmorl.rollouts.roller import Roller
 from olmorl.rollouts.tally import Tally
 
@@ -33,17 +37,32 @@ class InProcess:
     def __init__(self, worker: Any, name: str) -> None:
         self.worker = worker
         self.name = name
+        self._asked: deque[str] = deque(maxlen=100)
 
     async def call(self, method: str, *args: Any, timeout: float) -> Any:
+        if method == "submit":
+            self._asked.extend(request.request_id for request in args[0])
         async with asyncio.timeout(timeout):
             return await asyncio.to_thread(getattr(self.worker, method), *args)
 
+    def forget_requests(self) -> None:
+        """So that the next command finds it as new: one that was broken off leaves its requests behind."""
+        with suppress(WorkerError):  # it was shut down
+            self.worker.abort(list(self._asked))
+            self.worker.drain(0.0)
+        self._asked.clear()
 
-def start_engine(name: str) -> InProcess:
+
+def start_engine(name: str, *, kv_cache_tokens: int = 2048) -> InProcess:
     from inference.worker import InferenceWorker  # torch, which most of these tests do without
 
     config = EngineConfig(
-        model=MODEL, max_num_seqs=8, kv_cache_tokens=2048, max_model_len=100, threads=1, deterministic=True
+        model=MODEL,
+        max_num_seqs=8,
+        kv_cache_tokens=kv_cache_tokens,
+        max_model_len=100,
+        threads=1,
+        deterministic=True,
     )
     return InProcess(InferenceWorker(config, name=name, initial_version=0), name)
 
@@ -82,9 +101,10 @@ def roll_out(
     """The command without its cluster; broken off after `rows` rows."""
     files = StoppingFiles(job.out, rows_per_file=job.rows_per_file)
     tally = Tally(job.params.n)
+    full = partial(full_reward, RewardSection())
     if files.exists:
         rows_there = list(files.resume(job.identity))
-        tally.recount(rows_there)
+        tally.recount(rows_there, full_rewards(job.prompts, verifiers=job.given_verifiers, full_reward=full))
         assert tally.num_samples == len(rows_there), "a row is there twice"
     else:
         files.begin(job.identity)
@@ -93,17 +113,30 @@ def roll_out(
         job.prompts,
         encoder=PromptEncoder(load_tokenizer(MODEL)),
         max_prompt_tokens=99,
-        verifiers=job.verifier,
+        verifiers=job.given_verifiers,
         scored=job.verifier is not None,
+        full_reward=full,
     )
 
     async def main() -> None:
-        service = RolloutService(on_lost=lambda name, reason: service.remove_worker(name))
+        losses: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
+        service = RolloutService(on_lost=lambda *loss: losses.put_nowait(loss))
+
+        async def watch_engines() -> None:
+            alive = {engine.name for engine in engines}
+            while alive:
+                name, reason = await losses.get()
+                alive.discard(name)
+                service.remove_worker(name)
+            raise WorkerError(f"no engine is left: {reason}")
+
         for engine in engines:
             service.ensure_worker(engine)  # type: ignore[arg-type]
         scorer = None
         if job.verifier is not None:
-            scorer = await Scorer.start(RewardSection(), verifiers=job.verifier)
+            given = job.given_verifiers
+            names = verifiers_to_load(RewardSection(), named_verifiers(job.prompts) if given is None else given)
+            scorer = await Scorer.start(RewardSection(), verifiers=names)
         roller = Roller(
             service=service,
             scorer=scorer,
@@ -116,11 +149,13 @@ def roll_out(
         )
         if on_engine is not None:
             on_engine(roller)
+        background = Background()
+        background.start_loop("service", service.run())
+        background.start_loop("engines", watch_engines())
         try:
-            await roller.run(iter(reader))
+            await background.unless_failed(roller.run(iter(reader)))
         finally:
-            for request_id in service.in_flight:
-                await service.abort([request_id])
+            await background.close()
             await service.close()
             if scorer is not None:
                 await scorer.close()
@@ -132,10 +167,10 @@ def roll_out(
     except BaseExceptionGroup as group:
         if rows is None or not group.subgroup(Stop):
             raise
-    except ConfigError:
-        raise
     finally:
         files.close(complete=complete)
+        for engine in engines:
+            engine.forget_requests()
     return tally
 
 

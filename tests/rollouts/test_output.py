@@ -97,9 +97,31 @@ def test_what_is_refused(kit: Any, tmp_path: Path) -> None:
         RolloutFiles(path, rows_per_file=4).begin(IDENTITY)
     with pytest.raises(ConfigError, match="seed was 1 and is now 2"):
         list(RolloutFiles(path, rows_per_file=4).resume({**IDENTITY, "seed": 2}))
+    files = RolloutFiles(tmp_path / "nested.jsonl", rows_per_file=4)
+    files.begin({"sampling": {"n": 1, "temperature": 1.0, "top_p": 1.0}, "seed": 1})
+    files.write([kit.make_row(0, 0)])
+    files.close(complete=False)
+    with pytest.raises(ConfigError) as error:
+        list(files.resume({"sampling": {"n": 1, "temperature": 0.5, "top_p": 1.0}, "seed": 2}))
+    changes = "nested.jsonl: sampling.temperature was 1.0 and is now 0.5; seed was 1 and is now 2; give the same"
+    assert changes in str(error.value)
     path.write_text("{}\n")
     with pytest.raises(DataError, match=r"out\.jsonl:1"):
         list(RolloutFiles(path, rows_per_file=4).resume(IDENTITY))
     (tmp_path / "out.jsonl.settings.json").unlink()
     with pytest.raises(ConfigError, match="settings"):
         list(RolloutFiles(path, rows_per_file=4).resume(IDENTITY))
+
+
+def test_one_process_writes_an_output(kit: Any, tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    first, second = (RolloutFiles(path, rows_per_file=4) for _ in range(2))
+    first.begin(IDENTITY)
+    with pytest.raises(ConfigError, match="by another process"):
+        second.begin(IDENTITY)
+    first.write([kit.make_row(0, 0)])
+    with pytest.raises(ConfigError, match="by another process"):
+        list(RolloutFiles(path, rows_per_file=4).resume(IDENTITY))
+    first.write([kit.make_row(1, 0)])
+    first.close(complete=False)
+    assert len(list(RolloutFiles(path, rows_per_file=4).resume(IDENTITY))) == 2

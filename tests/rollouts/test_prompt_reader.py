@@ -10,9 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from olmorl.config.data_sections import SourceSection
-from olmorl.contract.errors import DataError
+from olmorl.contract.errors import ConfigError, DataError
 from olmorl.data.tokenizer import PromptEncoder, load_tokenizer
-from olmorl.rollouts.prompt_reader import PromptReader, count_rows
+from olmorl.rollouts.prompt_reader import PromptReader, count_rows, full_rewards
 
 ROWS = [
     {"prompt": "1+2="},
@@ -73,3 +73,13 @@ def test_rows_are_counted_where_that_is_cheap(tmp_path: Path) -> None:
     pq.write_table(pa.table({"prompt": ["1", "2", "3"]}), tmp_path / "p.parquet")
     assert count_rows(SourceSection(path=str(tmp_path / "p.parquet"))) == 3
     assert count_rows(SourceSection(path="owner/name")) is None
+
+
+def test_the_full_reward_is_that_of_the_row(tmp_path: Path) -> None:
+    rows = [{"prompt": "1", "answer": "1", "verifier": ["math", "format", "regex"][:n]} for n in (1, 3, 2)]
+    source = SourceSection(path=str(write(tmp_path / "p.jsonl", rows)), limit=1)
+    own = full_rewards(source, verifiers=None, full_reward=len)
+    assert [own(2), own(0), own(1)] == [2, 1, 3], "whatever the order, and beyond the limit"
+    with pytest.raises(ConfigError, match=r"samples of prompt 3, which .* lacks"):
+        own(3)
+    assert full_rewards(source, verifiers=("math", "format"), full_reward=len)(7) == 2

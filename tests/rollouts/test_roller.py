@@ -1,9 +1,11 @@
 """Rollouts on real engines in this process: broken and resumed, on one engine or two, they are the same samples."""
 
+import json
 import resource
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,39 @@ def test_every_sample_once_with_its_score(unbroken: list[dict[str, Any]]) -> Non
     assert {row["reward"] for row in unbroken} == {0.0, 1.0} and {row["fate"] for row in unbroken} == {None}
     assert len({row["seed"] for row in unbroken}) == 12
     assert all(len(row["token_ids"]) == len(row["logprobs"]) == len(row["loss_mask"]) for row in unbroken)
+
+
+def test_a_row_has_what_a_run_would_write(
+    kit: Any, engines: list[Any], unbroken: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    said = [json.loads(line) for line in Path(kit.make_job(tmp_path).prompts.path).read_text().splitlines()]
+    for row in unbroken:
+        index = int(row["prompt_id"].rpartition("_")[2])
+        assert row["prompt"] == said[index]["prompt"]
+        assert json.loads(row["ground_truth"]) == said[index]["answer"]
+        assert row["verdict_detail"] is not None
+    plain = kit.make_job(tmp_path / "plain.jsonl", verifier=None)
+    kit.roll_out(plain, engines=engines)
+    rows = kit.read_rows(plain.out)
+    assert [row["prompt"] for row in rows] == [row["prompt"] for row in unbroken]
+    assert {(row["ground_truth"], row["verdict"], row["reward"]) for row in rows} == {(None, None, None)}
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_to_satisfy_one_of_two_verifiers_is_not_to_solve(
+    kit: Any, engines: list[Any], unbroken: list[dict[str, Any]], tmp_path: Path, own: bool
+) -> None:
+    """Also what an earlier attempt wrote: half the rows are counted again when the output is resumed."""
+    prompts = tmp_path / "p.jsonl"
+    lines = Path(kit.make_job(tmp_path).prompts.path).read_text().splitlines()[:12]
+    rows = [json.loads(line) | {"verifier": ["gsm8k", "format"] if own else "gsm8k"} for line in lines]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    verifier = ("auto",) if own else ("gsm8k", "format")
+    job = kit.make_job(tmp_path / "out.jsonl", prompts=SourceSection(path=str(prompts)), verifier=verifier)
+    kit.roll_out(job, engines=engines, rows=18)
+    summary = kit.roll_out(replace(job, prompts=SourceSection(path=str(prompts), limit=3)), engines=engines).summary()
+    assert summary["samples"] >= 18 and summary["reward_mean"] > 0
+    assert summary["solved_never"] == 1.0, "nobody thinks aloud here"
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
@@ -78,6 +113,16 @@ def test_an_engine_may_be_lost(kit: Any, engines: list[Any], unbroken: list[dict
     kit.assert_same_samples(kit.read_rows(job.out), unbroken)
 
 
+def test_samples_that_outgrow_the_pool_are_told(kit: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    small = kit.start_engine("small", kv_cache_tokens=32)
+    params = SamplingParams(n=3, max_tokens=60, ignore_eos=True)
+    tally = kit.roll_out(kit.make_job(tmp_path / "out.jsonl", params=params), engines=[small])
+    small.worker.shutdown()
+    assert tally.finish_reasons == {"abort": 36}
+    (said,) = (record.getMessage() for record in caplog.records if "outgrew" in record.getMessage())
+    assert "raise kv_cache_tokens" in said and "finish_reason abort" in said
+
+
 def test_another_prompt_file_is_not_resumed(kit: Any, engines: list[Any], tmp_path: Path) -> None:
     prompts = tmp_path / "p.jsonl"
     prompts.write_text('{"prompt": "1+2="}\n{"prompt": "2+2="}\n')
@@ -87,6 +132,15 @@ def test_another_prompt_file_is_not_resumed(kit: Any, engines: list[Any], tmp_pa
     with pytest.raises(BaseException) as error:
         kit.roll_out(job, engines=engines)
     assert isinstance(error.value, ConfigError) or error.group_contains(ConfigError, match="is not the one")
+
+
+def test_another_precision_is_not_resumed(kit: Any, engines: list[Any], tmp_path: Path) -> None:
+    job = kit.make_job(tmp_path / "out.jsonl", verifier=None)
+    kit.roll_out(job, engines=engines, rows=4)
+    for change in ({"dtype": "bfloat16"}, {"quantization": "int8"}, {"kv_cache_dtype": "int8"}):
+        with pytest.raises(ConfigError, match=next(iter(change))):
+            kit.roll_out(replace(job, engine=replace(job.engine, **change)), engines=engines)
+    kit.roll_out(replace(job, engine=replace(job.engine, max_num_seqs=3)), engines=engines)
 
 
 class Dry:

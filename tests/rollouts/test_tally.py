@@ -17,7 +17,7 @@ def prompt(index: int, *, first: int | None = None) -> Prompt:
     return Prompt(index=index, token_ids=ids, text="", checks=(), data_source="", epoch=0, position=index)
 
 
-def add(tally: Tally, index: int, sample: int, reward: float | None = None) -> bool:
+def add(tally: Tally, index: int, sample: int, reward: float | None = None, *, full_reward: float = 1.0) -> bool:
     verdict: Any = None if reward is None else "scored"
     return tally.add(
         index,
@@ -26,6 +26,7 @@ def add(tally: Tally, index: int, sample: int, reward: float | None = None) -> b
         num_tokens=2,
         finish_reason="stop",
         reward=reward,
+        full_reward=full_reward,
         verdict=verdict,
     )
 
@@ -60,6 +61,14 @@ def test_pass_rates() -> None:
     assert summary["pass_rate"] == pytest.approx((0 + 0.5 + 1 + 0 + 1) / 5)
     assert (summary["solved_never"], summary["solved_sometimes"], summary["solved_always"]) == (0.4, 0.2, 0.4)
     assert summary["prompts_by_times_solved"] == {"0": 1, "1": 1, "2": 1}, "of prompts all of whose samples are scored"
+
+
+def test_solved_is_what_has_the_full_reward_of_its_prompt() -> None:
+    tally = Tally(2)
+    for index, full in enumerate((0.6 + 0.3 + 0.1, 2.0)):
+        for sample in range(2):
+            add(tally, index, sample, 1.0, full_reward=full)
+    assert tally.summary()["prompts_by_times_solved"] == {"0": 1, "1": 0, "2": 1}
 
 
 def test_millions_of_prompts_are_megabytes() -> None:

@@ -113,6 +113,11 @@ def test_chat_bodies(running: Any, body: dict[str, Any], status: int) -> None:
     assert response.json()["error"]["message"]
 
 
+def test_no_messages_are_called_that(running: Any) -> None:
+    error = running.post(CHAT, messages=[]).json()["error"]
+    assert (error["message"], error["param"]) == ("messages is empty", "messages")
+
+
 @pytest.mark.parametrize(
     "content",
     [

@@ -1,15 +1,24 @@
 """Clients that come and go: what they hold is theirs alone, and free as soon as they are gone."""
 
 import json
+import re
+import signal
 import socket
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 import httpx
 import pytest
 
+from inference.engine import Engine
 from inference.server import connection as connections
+from inference.server.app import Server
+from inference.server.completions import Completions
+from inference.server.options import ServerOptions
+from inference.server.serve import HttpServer
+from olmorl.contract.generation import EngineConfig
 
 LONG = {"prompt": "1+2=", "max_tokens": 100, "ignore_eos": True}
 
@@ -130,3 +139,57 @@ def test_a_failed_engine_is_told(start: Callable[..., Any], monkeypatch: pytest.
     assert replies[0].status_code == 503 and running.post("/v1/completions", **LONG).status_code == 503
     assert running.client.get("/health").status_code == 503
     streaming.close()
+
+
+def test_who_reads_slowly_gets_it_all(start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Far more than the connection holds, and far longer to read than a client may read nothing."""
+    stall = 1.0
+    monkeypatch.setattr(connections, "STALL_SECONDS", stall)
+    running = start(engine={"max_num_seqs": 64, "kv_cache_tokens": 8192})
+    with socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.connect(("127.0.0.1", running.port))
+        slow.sendall(raw_request(**LONG, n=200, logprobs=20, stream=False))
+        head, _, first = slow.recv(1 << 20).partition(b"\r\n\r\n")
+        began = time.monotonic()
+        length = int(re.search(rb"content-length: (\d+)", head)[1])  # type: ignore[index]
+        body = bytearray(first)
+        while len(body) < length and (part := slow.recv(1 << 20)):
+            body += part
+            time.sleep(max(0.0, began + 6 * stall * len(body) / length - time.monotonic()))
+        seconds = time.monotonic() - began
+    assert len(json.loads(body)["choices"]) == 200 and seconds > 5 * stall
+    running.assert_idle()
+
+
+def test_what_is_not_drained_in_time_ends_with_what_it_has(start: Callable[..., Any]) -> None:
+    running = start(drain_seconds=0.2)
+    running.server.generations.thread.pause()
+    replies: list[httpx.Response] = []
+    waiting = threading.Thread(target=lambda: replies.append(running.post("/v1/completions", **LONG, n=2)))
+    waiting.start()
+    with (
+        httpx.Client(base_url=running.url, timeout=60) as streaming,
+        streaming.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as stream,
+    ):
+        running.wait_for(lambda: len(running.engine.requests) == 2)
+        running._http.should_exit = True
+        lines = [line for line in stream.iter_lines() if line]
+    waiting.join()
+    assert lines.pop() == "data: [DONE]" and replies[0].status_code == 200
+    choices = replies[0].json()["choices"] + json.loads(lines[-1].removeprefix("data: "))["choices"]
+    assert [(c["finish_reason"], c["error"]) for c in choices] == [("abort", "the server is stopped")] * 3
+
+
+def test_who_is_ended_while_it_starts_serves_nobody(
+    chat_folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def ended(completions: Completions) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(Completions, "warm_up", ended)
+    server = Server(Engine(EngineConfig(model=chat_folder, kv_cache_tokens=64, threads=1)), ServerOptions())
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        HttpServer(server, on_start="serving").run(sockets=[listener])
+    said = capsys.readouterr().err
+    assert said.startswith("draining") and "serving" not in said

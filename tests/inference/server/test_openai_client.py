@@ -1,6 +1,8 @@
 """The real client of OpenAI's API against the server: what it gets is what the engine gives in process."""
 
+import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -154,6 +156,55 @@ def test_tools_reach_the_template(client: openai.OpenAI, running: Any) -> None:
     with_tools = running.post("/v1/chat/completions", **asked).json()["choices"][0]
     without = running.post("/v1/chat/completions", **asked, tool_choice="none").json()["choices"][0]
     assert with_tools["prompt_token_ids"][1:] == without["prompt_token_ids"]
+
+
+def test_the_example_of_the_guide(running: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "inference.md").read_text()
+    [example] = re.findall(r"```python\n(from openai .*?)```", page, re.DOTALL)
+    for written, here in (("http://127.0.0.1:8000", running.url), ("KEY", "secret"), ("MODEL", "tiny")):
+        assert written in example
+        example = example.replace(written, here)
+    played: dict[str, Any] = {}
+    exec(example, played)
+    answer = played["answer"]
+    assert 0 < answer.usage.completion_tokens <= 64
+    said = f"{answer.choices[0].message.content} {answer.usage.completion_tokens} None\n"
+    assert capsys.readouterr().out == said
+
+
+SAYS_TOOLS_ARE_HIDDEN = "tools: this model's chat template does not show them to the model"
+
+
+@pytest.mark.parametrize(
+    ("template", "hidden"),
+    [
+        ("{{ 'c' if tools }}{{ messages[0].content }}", False),
+        ("{{ messages[0].content }}", True),
+        ("{{ tools[0].function.name and 'c' }}{{ messages[0].content }}", False),
+    ],
+)
+def test_tools_that_the_template_hides_are_told(start: Callable[..., Any], template: str, hidden: bool) -> None:
+    """The last template cannot be rendered without tools."""
+    running = start()
+    running.server._completions._tokenizer._loaded.chat_template = template
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    answer = running.chat("1", tools=[tool], max_tokens=1)
+    assert answer.get("warnings", []) == ([SAYS_TOOLS_ARE_HIDDEN] if hidden else [])
+    lines = running.post(
+        "/v1/chat/completions", messages=[{"role": "user", "content": "1"}], tools=[tool], max_tokens=1, stream=True
+    ).text
+    assert (SAYS_TOOLS_ARE_HIDDEN in lines) == hidden
+
+
+def test_a_context_that_ends_before_max_tokens_is_told(running: Any) -> None:
+    """128 tokens: of the prompts the longest leaves least."""
+    warned = running.complete(["1", "1+2="], max_tokens=125, ignore_eos=True)
+    assert warned["warnings"] == ["max_tokens = 125 is cut: a prompt of 4 tokens leaves 124 of this server's 128"]
+    assert warned["usage"]["completion_tokens"] == 125 + 124
+    assert "warnings" not in running.complete(["1", "1+2="], max_tokens=124)
+    assert "warnings" not in running.chat("1"), "nothing was asked for"
+    [chat] = running.chat("1", max_completion_tokens=500)["warnings"]
+    assert chat.startswith("max_tokens = 500 is cut: a prompt of 4 tokens")
 
 
 def test_errors_are_those_the_client_knows(client: openai.OpenAI, running: Any, start: Callable[..., Any]) -> None:
