@@ -8,5 +8,5 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """CRC-32 of a tensor's bytes."""
+    """Of a tensor's bytes, as sender and receivers take it."""
     return tensor_checksum(tensor.detach().contiguous().view(torch.uint8).reshape(-1).cpu().numpy())

@@ -6,12 +6,12 @@ weights say the same word whatever the bucket size.
 """
 
 import hashlib
-import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import xxhash
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -88,21 +88,22 @@ def plan_buckets(specs: Iterable[TensorSpec], *, bucket_bytes: int = 64 << 20) -
 
 
 def tensor_checksum(data: np.ndarray) -> int:
-    """CRC-32 of one tensor's bytes; `data` is its contiguous buffer viewed as uint8. Releases the GIL."""
-    return zlib.crc32(data.data)
+    """XXH3 of one tensor's bytes, 64 bits, at up to seven times the speed of a CRC-32: each process takes it of the whole
+    model at each update. `data` is its contiguous buffer viewed as uint8. Releases the GIL."""
+    return xxhash.xxh3_64_intdigest(data.data)
 
 
 def bucket_checksums(bucket: Bucket, data: np.ndarray) -> dict[str, int]:
-    """CRC-32 of each tensor of a bucket that lies in `data` (uint8)."""
+    """Checksum of each tensor of a bucket that lies in `data` (uint8)."""
     parts = zip(bucket.tensors, bucket.offsets, strict=True)
     return {spec.name: tensor_checksum(data[offset : offset + spec.num_bytes]) for spec, offset in parts}
 
 
 def combine_checksums(checksums: Mapping[str, int], specs: Iterable[TensorSpec]) -> str:
-    """One word for a whole model, from one CRC for each tensor. Independent of order and of buckets."""
+    """One word for a whole model, from one checksum for each tensor. Independent of order and of buckets."""
     digest = hashlib.sha256()
     for spec in sorted(specs, key=lambda s: s.name):
-        digest.update(f"{spec.name} {spec.shape} {spec.dtype} {checksums[spec.name]:08x}\n".encode())
+        digest.update(f"{spec.name} {spec.shape} {spec.dtype} {checksums[spec.name]:016x}\n".encode())
     return digest.hexdigest()[:16]
 
 
@@ -144,7 +145,7 @@ class SendReport:
     """What the sender says when all buckets are on the wire."""
 
     version: int
-    checksums: dict[str, int]  # tensor name -> CRC-32 of what was sent
+    checksums: dict[str, int]  # tensor name -> checksum of what was sent
     num_bytes: int
     seconds: float
 
