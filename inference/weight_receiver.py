@@ -1,6 +1,6 @@
 """The receiving end of a weight update.
 
-The caller's thread blocks in `receive`; the transports, the checksums and the finiteness check all release the GIL. A group
+The caller's thread blocks in `receive`; transports, checksums and the check for infinities release the GIL. A group
 that broke or missed its deadline is left at once: one late member would hold every later collective up, so the driver
 forms a new group under a new epoch. A reset interrupts a receive that still waits.
 

@@ -88,8 +88,8 @@ def plan_buckets(specs: Iterable[TensorSpec], *, bucket_bytes: int = 64 << 20) -
 
 
 def tensor_checksum(data: np.ndarray) -> int:
-    """XXH3 of one tensor's bytes, 64 bits, at up to seven times the speed of a CRC-32: each process takes it of the whole
-    model at each update. `data` is its contiguous buffer viewed as uint8. Releases the GIL."""
+    """XXH3 of one tensor's bytes, 64 bits. Each process takes it of the whole model at each update; a CRC-32 would take
+    it up to seven times as long. `data` is the tensor's contiguous buffer viewed as uint8. Releases the GIL."""
     return xxhash.xxh3_64_intdigest(data.data)
 
 

@@ -1,10 +1,13 @@
-"""What a step costs besides the model: a few microseconds a running request, whatever their number and length.
+"""What a step costs besides the model: the same few calls a running request, whatever their number and length.
 
-Times are the best of many steps: other load on the machine can only make a step slower.
+How many microseconds those are hangs on the processor: soak tests hold them to 10, on a quiet machine. Times are the
+best of many steps: other load can only make a step slower.
 """
 
+import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,17 +34,16 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize("running", [16, 256, 1024])
-def test_scheduling_and_batch_building(make_policy: MakePolicy, running: int) -> None:
+def full_steps(make_policy: MakePolicy, running: int) -> Iterator[Callable[[], None]]:
+    """Steps that a scheduler with so many requests takes, besides the model: those in which all of them run."""
     policy = make_policy(
         running * 16, block_size=16, max_num_seqs=running, max_tokens_per_step=2048, prefix_caching=True
     )
     for number in range(running // 8):
         policy.add([(7 * number + index) % 50 for index in range(100)], n=8, max_tokens=100)
     table, sampling = BlockTable(running, block_size=16), SamplingTable(running)
-    seconds = []
-    while len(policy.scheduler.running) < running or len(seconds) < 60:
-        started = time.perf_counter()
+
+    def step() -> None:
         plan = policy.scheduler.schedule()
         table.update(entered=plan.entered, grown=plan.grown)
         for sequence in plan.entered:
@@ -49,8 +51,45 @@ def test_scheduling_and_batch_building(make_policy: MakePolicy, running: int) ->
         table.batch(plan.chunks)
         sampling.batch([sequence for sequence, _ in plan.chunks])
         policy.advance(plan)
-        if len(plan.chunks) == running:
-            seconds.append(time.perf_counter() - started)
+
+    while len(policy.scheduler.running) < running:
+        step()
+    step()  # the last that came in
+    for _ in range(60):
+        assert len(policy.scheduler.running) == running
+        yield step
+
+
+def calls(do: Callable[[], None]) -> int:
+    """Of Python's functions and of what is written in C."""
+    count = 0
+
+    def on(_: object, event: str, __: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(on)
+    try:
+        do()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_scheduling_and_batch_building_take_the_same_few_calls_for_each_request(make_policy: MakePolicy) -> None:
+    few, some, many = (statistics.mean(map(calls, full_steps(make_policy, n))) / n for n in (16, 256, 1024))
+    assert few < 45  # 36, and what a step makes whatever their number
+    assert many <= some <= few
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("running", [16, 256, 1024])
+def test_the_time_of_scheduling_and_batch_building(make_policy: MakePolicy, running: int) -> None:
+    seconds = []
+    for step in full_steps(make_policy, running):
+        started = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - started)
     assert min(seconds) / running < 10e-6
 
 
