@@ -1,12 +1,19 @@
 """`python -m olmorl.quickstart [FOLDER]`: make the quickstart's model and data anew."""
 
-import sys
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from olmorl.quickstart.build import build
 
-if __name__ == "__main__":
-    folder = Path(sys.argv[1] if len(sys.argv) > 1 else "configs/quickstart")
+
+def main(folder: Annotated[Path, typer.Argument()] = Path("configs/quickstart")) -> None:
+    """Make the quickstart's model and data anew."""
     folder.mkdir(parents=True, exist_ok=True)
     build(folder)
     print(f"wrote {folder}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

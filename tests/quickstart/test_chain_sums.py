@@ -2,6 +2,8 @@
 
 import json
 import random
+import runpy
+import sys
 from itertools import islice
 from pathlib import Path
 
@@ -92,3 +94,13 @@ def test_committed_model_is_a_small_weak_policy_that_loads() -> None:
     ids = model.generate(torch.tensor([tokenizer.encode(prompt)]), max_new_tokens=80, do_sample=False)[0]
     answer = tokenizer.decode(ids, skip_special_tokens=True).removeprefix(prompt)
     assert answer.startswith(f"{prompt[0]}+{prompt[2]}="), answer
+
+
+def test_asking_for_help_makes_no_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["quickstart", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("olmorl.quickstart", run_name="__main__")
+    assert ended.value.code == 0 and "folder" in capsys.readouterr().out and not list(tmp_path.iterdir())
