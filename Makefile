@@ -5,6 +5,7 @@ SUITS := -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
 	$$python $(SUITS) 2>/dev/null && echo $$python && break; done)
 BIN := .venv/bin
+JOBS ?= 2
 TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 CPU_WHEELS := https://download.pytorch.org/whl/cpu
 
@@ -12,7 +13,7 @@ CPU_WHEELS := https://download.pytorch.org/whl/cpu
 
 help:
 	@echo "make quickstart   install, train a small model with RL (minutes, CPU is enough), print the results"
-	@echo "make test         install, run all tests that this machine can run"
+	@echo "make test         install, run all tests that this machine can run; JOBS=2: in so many processes"
 	@echo "make check        format, lint, types, import contracts"
 	@echo "make docs         build the documentation into build/site; a dead link is an error"
 	@echo "make soak         the long fault, kill and resume tests; SLICE=3/80: every 80th of them, from the third on"
@@ -25,7 +26,7 @@ quickstart: .venv/installed
 	$(BIN)/olmorl train configs/quickstart.toml --resume
 
 test: .venv/installed-dev
-	$(BIN)/python -m pytest -m "not soak"
+	$(BIN)/python -m pytest -m "not soak" -n $(JOBS) --dist loadfile
 
 soak: .venv/installed-dev
 	$(BIN)/python -m pytest -m soak

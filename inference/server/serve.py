@@ -71,7 +71,6 @@ class HttpServer(uvicorn.Server):
         self._on_start = on_start
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         if not self.should_exit:
             print(self._on_start, file=sys.stderr, flush=True)
@@ -84,6 +83,7 @@ class HttpServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """uvicorn raises a signal again once it has obeyed it, and a drained server would look interrupted."""
+        self._loop = asyncio.get_running_loop()
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -95,11 +95,11 @@ class HttpServer(uvicorn.Server):
                 signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self.should_exit:
-            self._loop.call_soon_threadsafe(self._end_requests)
-        else:
+        first, self.should_exit = not self.should_exit, True  # a second may come while the first speaks
+        if first:
             print("draining: running requests end, no new ones are taken", file=sys.stderr, flush=True)
-        self.should_exit = True
+        else:
+            self._loop.call_soon_threadsafe(self._end_requests)
 
     def _end_requests(self) -> None:
         self._server.generations.end("the server is stopped")

@@ -5,11 +5,13 @@ import logging
 import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from multiprocessing.managers import BaseManager
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -347,6 +349,13 @@ class Apart:
         self.worker = self._manager.InferenceWorker(config, name="apart")  # type: ignore[attr-defined]
         self.info: WorkerInfo = self.worker.info()
 
+    def stop(self) -> None:
+        """Returns when each thread stands still: on a busy machine some still take what comes in."""
+        os.kill(self.info.pid, signal.SIGSTOP)
+        for thread in psutil.Process(self.info.pid).threads():
+            while psutil.Process(thread.id).status() != psutil.STATUS_STOPPED:
+                time.sleep(0.001)
+
     def close(self) -> None:
         os.kill(self.info.pid, signal.SIGCONT)
         self._manager.shutdown()
@@ -367,7 +376,7 @@ def test_a_stopped_engine_is_named_within_seconds_and_may_go_on(
         await sync.publish(0)
         train(learner)
         await sync.snapshot(1)
-        os.kill(apart.info.pid, signal.SIGSTOP)
+        apart.stop()
         update = asyncio.create_task(sync.publish(1))
         while not any("apart" in record.message for record in caplog.records):
             assert not update.done()

@@ -1,9 +1,11 @@
 """Clients that come and go: what they hold is theirs alone, and free as soon as they are gone."""
 
+import io
 import json
 import re
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -193,3 +195,28 @@ def test_who_is_ended_while_it_starts_serves_nobody(
         HttpServer(server, on_start="serving").run(sockets=[listener])
     said = capsys.readouterr().err
     assert said.startswith("draining") and "serving" not in said
+
+
+def test_a_second_signal_while_the_first_speaks_counts(chat_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes between any two lines of the first one's handler."""
+    said: list[str] = []
+    ends: list[int] = []
+
+    class Interrupted(io.StringIO):
+        def write(self, text: str) -> int:
+            said.append(text)
+            if len(said) == 1:
+                signal.raise_signal(signal.SIGTERM)
+            return len(text)
+
+    async def ended(completions: Completions) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stderr", Interrupted())
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(Completions, "warm_up", ended)
+    monkeypatch.setattr(HttpServer, "_end_requests", lambda server: ends.append(1))
+    server = Server(Engine(EngineConfig(model=chat_folder, kv_cache_tokens=64, threads=1)), ServerOptions())
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        HttpServer(server, on_start="serving").run(sockets=[listener])
+    assert ends == [1] and "".join(said).count("draining") == 1
