@@ -14,6 +14,7 @@ from types import NoneType
 from typing import get_args
 
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
 from olmorl.config.explain import explain
 from olmorl.config.names import ALIASES, FIELDS, SECTIONS, find_key
@@ -101,14 +102,17 @@ def _parse_override(text: str) -> Setting:
     if not equals or not name:
         raise ConfigError(f"{where}: not of the form section.key=value")
     key = find_key(name, where=where)
-    return _make_setting(name, _parse_value(raw, FIELDS[key].annotation, where), where)
+    return _make_setting(name, _parse_value(raw, FIELDS[key], where), where)
 
 
-def _parse_value(raw: str, annotation: object, where: str) -> object:
+def _parse_value(raw: str, field: FieldInfo, where: str) -> object:
     """A TOML value, or else the bare text. Text fields take digits as text; "none" empties what may be empty."""
-    kinds = get_args(annotation) or (annotation,)
-    if raw.lower() in ("none", "null") and NoneType in kinds:
-        return None
+    kinds = get_args(field.annotation) or (field.annotation,)
+    if raw.lower() in ("none", "null"):
+        if NoneType in kinds:
+            return None
+        if field.default == ():
+            return []
     if raw in ("True", "False"):
         return raw == "True"
     opens = raw[:1] in ("'", '"', "[", "{")

@@ -54,6 +54,7 @@ def test_later_wins(write) -> None:
         ("rollout.active_sampling=false", "rollout", "active_sampling", False),
         ("rollout.active_sampling=True", "rollout", "active_sampling", True),
         ("rollout.window=none", "rollout", "window", None),
+        ("eval.data=none", "eval", "data", ()),
         ("data.apply_chat_template=auto", "data", "apply_chat_template", "auto"),
         ("data.apply_chat_template=true", "data", "apply_chat_template", True),
         (
