@@ -69,6 +69,18 @@ def test_a_gpu_box_needs_no_compiler_for_its_cpu(root: Path) -> None:
     assert_brings_none(ours, ["numba", "llvmlite", "ray", "pydantic", "scipy", "hypothesis"], root)
 
 
+def test_a_gpu_box_sums_weights_without_xxhash(root: Path) -> None:
+    script = (
+        "import sys; sys.modules['xxhash'] = None\n"
+        "import numpy as np, inference.llm, inference.gpu_check\n"
+        "from olmorl.contract.weights import tensor_checksum\n"
+        "one, other = np.zeros(8, np.uint8), np.arange(8, dtype=np.uint8)\n"
+        "print(tensor_checksum(one) == tensor_checksum(one.copy()) != tensor_checksum(other))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=root, timeout=120)
+    assert done.stdout == "True\n", done.stderr
+
+
 def test_the_leaves_are_leaves(root: Path, sources: list[Path]) -> None:
     names = [module_name(path, root) for path in sources]
     heavy = ["torch", "ray", "transformers", "pyarrow", "wandb", "inference", "learner", "olmorl.controller"]
