@@ -36,7 +36,8 @@ settings.load_profile("any machine")
 
 @pytest.hookimpl(trylast=True)  # behind -m and -k
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """SLICE=n/count keeps every count-th test, from the n-th on: the slices of all n are all tests, each once.
+    """SLICE=n/count keeps every count-th test, from the n-th on: the slices of all n are all tests but the timed, each
+    once.
 
     A soak test that says nothing of time has half an hour, on whatever machine.
     """
@@ -45,8 +46,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.timeout(1800))
     if "SLICE" in os.environ:
         number, count = (int(part) for part in os.environ["SLICE"].split("/"))
-        config.hook.pytest_deselected(items=[item for i, item in enumerate(items) if (i - number) % count])
-        items[:] = [item for i, item in enumerate(items) if (i - number) % count == 0]
+        untimed = [item for item in items if not item.get_closest_marker("timed")]
+        kept = {item for i, item in enumerate(untimed) if (i - number) % count == 0}
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
 
 
 QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart.toml"

@@ -175,6 +175,7 @@ def test_a_crowd_that_comes_and_goes(served: Process, clients: int, seconds: flo
 
 
 @pytest.mark.soak
+@pytest.mark.timed
 @pytest.mark.timeout(900)
 @pytest.mark.skipif("OLMORL_TEST_MODEL" not in os.environ, reason="OLMORL_TEST_MODEL names no folder of a real model")
 def test_http_costs_little(tmp_path: Path) -> None:

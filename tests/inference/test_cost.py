@@ -83,6 +83,7 @@ def test_scheduling_and_batch_building_take_the_same_few_calls_for_each_request(
 
 
 @pytest.mark.soak
+@pytest.mark.timed
 @pytest.mark.parametrize("running", [16, 256, 1024])
 def test_the_time_of_scheduling_and_batch_building(make_policy: MakePolicy, running: int) -> None:
     seconds = []

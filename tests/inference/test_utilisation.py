@@ -148,7 +148,9 @@ def test_quantised_rows_are_read_as_bytes_and_a_float_head_as_floats(
     assert flops == 2 * LLAMA_135M + 4 * 30 * 9 * 64 * 100
 
 
-@pytest.mark.parametrize("floor", [0.1, pytest.param(0.6, marks=pytest.mark.soak)])  # who shares the machine lowers it
+@pytest.mark.parametrize(  # who shares the machine lowers it
+    "floor", [0.1, pytest.param(0.6, marks=[pytest.mark.soak, pytest.mark.timed])]
+)
 def test_a_step_that_only_reads_comes_near_the_bandwidth_and_not_above_it(tmp_path: Path, floor: float) -> None:
     """One sequence and 270 MB of weights, far beyond the caches: bytes by the cost model over the fastest step, against
     the streaming read. Peak and steps are measured in turn, and again until one step was fast enough."""
