@@ -38,7 +38,10 @@ def configure(model: str, settings: Mapping[str, object]) -> tuple[Config, int]:
     if not directory.config_file.is_file():
         data = settings.get("eval.data")
         if not data:
-            raise ConfigError(f"nothing to evaluate {model} on; give --data, a file of prompts with their answers")
+            raise ConfigError(
+                f"{model} is no run directory, and as a model there is nothing to evaluate it on; give --data, a file "
+                "of prompts with their answers"
+            )
         needed = [f"model.path={json.dumps(model)}", f"data.train={json.dumps(data)}"]  # which is never read
         return load_config(None, [*needed, *overrides]), 0
     found = directory.newest_export()

@@ -100,7 +100,7 @@ def _parse_override(text: str) -> Setting:
     name, equals, raw = text.partition("=")
     name, raw = name.strip(), raw.strip()
     if not equals or not name:
-        raise ConfigError(f"{where}: not of the form section.key=value")
+        raise ConfigError(f"{where}: not of the form section.key=value, such as run.steps=10")
     key = find_key(name, where=where)
     return _make_setting(name, _parse_value(raw, FIELDS[key], where), where)
 

@@ -13,10 +13,13 @@ def announce(
     """`where`: which workers start, or on which cluster. `resumed_from`: the checkpoint an attempt goes on from, or
     nothing."""
     rollout = config.rollout
+    begins = f", going on from {resumed_from}" if resumed_from else ""
+    if attempt > 1 and not resumed_from:
+        begins = f", from the start: attempt {attempt - 1} left no complete checkpoint"
     for line in (
         f"run directory: {directory.path}",
         f"{config.run.steps} steps of {rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} samples, from "
-        f"{len(inputs.train):,} prompts" + (f", going on from {resumed_from}" if resumed_from else ""),
+        f"{len(inputs.train):,} prompts{begins}",
         f"starting {where}; logs in {directory.logs(attempt)}",
         *(
             f"evaluation set {one.name}: {len(one.prompts):,} prompts, k = {one.samples_per_prompt}"

@@ -73,7 +73,7 @@ def _parse_array(content: bytes, path: Path) -> Iterator[tuple[str, Row]]:
 def _parse(content: bytes, place: str, *, whole: bool = False) -> object:
     of = "file" if whole else "line"
     try:
-        return json.loads(content.decode("utf-8-sig"))
+        return json.loads(content.decode("utf-8-sig").rstrip("\r\n"))  # else a column is one of the next line
     except UnicodeDecodeError as error:
         byte = f"byte {error.start + 1} of the {of} is 0x{content[error.start]:02x}"
         raise DataError(f"{place}: not UTF-8 ({byte})") from None

@@ -38,6 +38,7 @@ def test_json_of_all_kinds(tmp_path: Path, name: str, array: bool) -> None:
         ("f.json", b"[1, 2]", "f.json:row 1: a row must be"),
         ("f.json", b'[{"a": 1},\n {"b": }]', "line 2, column 8"),
         ("f.json", b'{"a": 1', "f.json:1: broken JSON"),
+        ("f.jsonl", b'{"a": 1\n{"a": 2}\n', "f.jsonl:1: broken JSON at column 8"),
         ("f.json", b"[" * 100_000, "nested too deeply"),
         ("f.json", b'["\xff"]', "byte 3 of the file is 0xff"),
         ("f.json", b"", "no rows"),
