@@ -246,4 +246,6 @@ def _read_number(path: Path) -> int:
 
 
 def snapshot_stats(stats: Mapping[str, Mapping[str, float]]) -> Stats:
-    return {worker: dict(counters) for worker, counters in stats.items()}
+    """A copy, with `age_seconds` of each worker's counters: they come a while before a row is made."""
+    now = time.time()
+    return {worker: {**counters, "age_seconds": now - counters.get("as_of", now)} for worker, counters in stats.items()}

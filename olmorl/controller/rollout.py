@@ -6,6 +6,7 @@ sample index under a new lease. A sample whose lease is not the one its request 
 """
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
@@ -78,6 +79,7 @@ class RolloutService:
         self._open = True
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.stats: dict[str, dict[str, float]] = {}
+        """newest counters of each worker; `as_of`: when they came, seconds since the epoch"""
         self.tokens_received = 0
         self.lost_tokens = 0
         """counted by workers that were removed, and never received"""
@@ -231,7 +233,7 @@ class RolloutService:
         while True:
             timeout = POLL_SECONDS + ANSWER_SECONDS
             reply: DrainReply = await worker.remote.call("drain", POLL_SECONDS, timeout=timeout)
-            self.stats[worker.remote.name] = reply.stats
+            self.stats[worker.remote.name] = {**reply.stats, "as_of": time.time()}
             for sample in reply.samples:
                 self._receive(sample)
             self._received.notify()

@@ -109,7 +109,8 @@ def add_engines(bag: MetricBag, before: Stats, after: Stats, *, peak: Peak, seco
         bag.add("throughput/inference_mfu", used.mfu)
         bag.add("throughput/inference_mbu", used.mbu)
         bag.add("engine/kv_usage", counters.get("kv_usage", 0.0))
-        for kind, spent in engine_seconds(before.get(worker, {}), counters, span=since_last).items():
+        span = since_last - counters.get("age_seconds", 0.0)  # what came after them is the next row's
+        for kind, spent in engine_seconds(before.get(worker, {}), counters, span=span).items():
             bag.add(f"engine_time/{kind}", spent, reduce="sum")
     for name, value in _by_phase(before, after, peak).items():
         bag.add(f"throughput/{name}", value)

@@ -39,9 +39,10 @@ class Timeline:
         for name, counters in engines.items():
             start, before = self._engines.setdefault(name, (joined, {}))
             if counters and counters.get("wall_seconds") != before.get("wall_seconds"):
+                seen = counters.get("as_of", now)
                 if not before:
-                    start = min(start, now - counters.get("wall_seconds", 0.0))
-                row = self._engine_row(before, counters, now - start)
+                    start = min(start, seen - counters.get("wall_seconds", 0.0))
+                row = self._engine_row(before, counters, seen - start)
                 span = sum(row["spent"].values())  # by the engine's clock: this snapshot may have come late
                 self._engines[name] = (start + span, dict(counters))
                 self._write_row(start + span, span, name, row)

@@ -1,16 +1,20 @@
-"""What a step says of the choice it made among the groups that were offered."""
+"""What a step says of the choice it made among the groups that were offered, and of the time of its engines."""
 
+import time
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from olmorl.contract.generation import RolloutSample
 from olmorl.controller.admission import judge
 from olmorl.controller.group import Group, ScoredSample
-from olmorl.controller.step_metrics import add_rollouts, add_selection
+from olmorl.controller.recorder import snapshot_stats
+from olmorl.controller.step_metrics import add_engines, add_rollouts, add_selection
 from olmorl.data.prompt import Check, Prompt
 from olmorl.metrics.bag import MetricBag
 from olmorl.metrics.names import is_declared
+from olmorl.metrics.utilization import Peak
 
 
 def group(*rewards: float | None, length: int, overtaken: bool = False) -> Group:
@@ -101,3 +105,16 @@ def test_a_source_whose_name_is_a_path_has_one_metric_of_its_own() -> None:
     add_rollouts(bag, [one, other], version=0)
     metrics = bag.drain()
     assert metrics["reward/openai_gsm8k/mean"] == 0.5 and all(map(is_declared, metrics))
+
+
+def test_seconds_of_an_engine_are_counted_once_however_late_its_counters_come() -> None:
+    """The first row is made 2 s after the counters came, 20 s into the run; the second 10 s later, with fresh ones."""
+    now = time.time()
+    first = snapshot_stats({"inference-0": {"wall_seconds": 5.0, "as_of": now - 2}})
+    second = snapshot_stats({"inference-0": {"wall_seconds": 17.0, "as_of": now}})
+    spent = []
+    for before, after, since_last in (({}, first, 20.0), (first, second, 10.0)):
+        bag = MetricBag()
+        add_engines(bag, before, after, peak=Peak(flops=1e9, bandwidth=1e9), seconds=since_last, since_last=since_last)
+        spent.append(sum(value for name, value in bag.drain().items() if name.startswith("engine_time/")))
+    assert spent == pytest.approx([18, 12], abs=0.1)

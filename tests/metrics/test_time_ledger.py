@@ -122,3 +122,14 @@ def test_snapshots_that_come_late_leave_no_gap(tmp_path: Path) -> None:
     newcomer = [row for row in rows if row["worker"] == "inference-1"]
     assert [row["t"] for row in newcomer] == [14.0, 14.5] and [row["span"] for row in newcomer] == [2.0, 0.5]
     assert newcomer[0]["spent"]["starting"] == pytest.approx(1.5)
+
+
+def test_a_row_ends_when_its_counters_came(tmp_path: Path) -> None:
+    timeline = Timeline(tmp_path / "timeline.jsonl", peak=PEAK, started=10.0)
+    timeline.write({"inference-0": {"wall_seconds": 4.0, "as_of": 15.2}}, {"starting": 6.0}, now=16.0)
+    timeline.write({"inference-0": {"wall_seconds": 5.5, "as_of": 16.7}}, {"starting": 7.0}, now=17.0)
+    timeline.close()
+    rows = [json.loads(line) for line in (tmp_path / "timeline.jsonl").read_text().splitlines()]
+    first, second = [row for row in rows if row["worker"] == "inference-0"]
+    assert (first["t"], first["span"], first["spent"]["starting"]) == pytest.approx((15.2, 5.2, 1.2))
+    assert (second["t"], second["span"]) == pytest.approx((16.7, 1.5))
