@@ -1,5 +1,6 @@
 """`olmorl inspect`: rollouts of a step or a prompt in the terminal, a group side by side."""
 
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ def inspect(directory: Path, *, step: int | None, prompt: str | None, colour: st
     run = RunData(directory)
     steps = run.rollout_steps()
     if not steps:
-        raise ConfigError(f"{directory} has no rollouts yet; with logging.rollouts = false it never will")
+        raise ConfigError(f"{directory} has no rollouts{_why_none(run)}")
     if step is not None and step not in steps:
         raise ConfigError(f"{directory} has no rollouts of step {step}; there are steps {steps[0]} to {steps[-1]}")
     wanted = [step] if step is not None else steps if prompt is not None else steps[-1:]
@@ -44,6 +45,19 @@ def inspect(directory: Path, *, step: int | None, prompt: str | None, colour: st
         raise ConfigError(
             f"no rollouts of prompt {prompt!r} in {directory}; without --prompt the newest step is listed"
         )
+
+
+def _why_none(run: RunData) -> str:
+    file = run.directory / "config.toml"
+    config = tomllib.loads(file.read_text()) if file.exists() else {}
+    if not config.get("logging", {}).get("rollouts", True):
+        return ": logging.rollouts = false in its config"
+    run.refresh()
+    why = " yet: samples are written with the step that is trained next, and none is so far"
+    if reason := run.summary.get("exit_reason"):
+        why = f": it ended before a step was trained ({reason})"
+    evals = run.directory / "evals"
+    return why + (f". Samples of its evaluation are in {evals}" if evals.is_dir() else "")
 
 
 def printable(text: str) -> str:

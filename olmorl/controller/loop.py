@@ -25,6 +25,7 @@ from olmorl.contract.errors import StarvationError
 from olmorl.contract.generation import RolloutSample, SamplingParams
 from olmorl.controller.admission import judge, keep_signal
 from olmorl.controller.buffer import RolloutBuffer
+from olmorl.controller.failing import FailingVerifiers
 from olmorl.controller.group import Group, State
 from olmorl.controller.rollout import RolloutService
 from olmorl.controller.sampling import sample_prompt
@@ -81,6 +82,7 @@ class RolloutLoops:
         self._starvation = Starvation(
             groups_per_batch=config.rollout.prompts_per_step, patience=config.rollout.starvation_patience
         )
+        self._failing = FailingVerifiers(config.reward, groups_per_batch=config.rollout.prompts_per_step)
         self._starved: StarvationError | None = None
         self._changed = Changed()
         self._batches: asyncio.Queue[Batch] = asyncio.Queue(maxsize=1)
@@ -140,6 +142,7 @@ class RolloutLoops:
             mask_truncated=loss.mask_truncated,
             unscored=self._config.reward.unscored,
         )
+        self._failing.judged(group)
         self._buffer.finish(group)
         if not group.has_signal and rollout.active_sampling:
             self._drop(group)
@@ -173,8 +176,8 @@ class RolloutLoops:
 
     def _look(self, version: int) -> Drawn | StarvationError | None:
         """A batch, or why there will be none."""
-        if self._outage is not None:
-            return StarvationError(self._outage)
+        if self._why_no_verdict is not None:
+            return StarvationError(self._why_no_verdict)
         while (groups := self._buffer.take_batch(version)) is not None:
             if drawn := self._choose(groups):
                 return drawn
@@ -210,7 +213,9 @@ class RolloutLoops:
         return self._prompts.has_next and not self._starvation.exhausted
 
     @property
-    def _outage(self) -> str | None:
+    def _why_no_verdict(self) -> str | None:
+        if self._failing.trouble is not None:
+            return self._failing.trouble
         limit = self._config.reward.outage_seconds
         seconds, trouble = self._scorer.outage()
         if limit is None or seconds < limit:
@@ -220,8 +225,8 @@ class RolloutLoops:
     @property
     def _why_no_batch(self) -> str | None:
         """Set when nothing can be judged, or when nothing is under way and nothing will be."""
-        if self._outage is not None:
-            return self._outage
+        if self._why_no_verdict is not None:
+            return self._why_no_verdict
         if self._has_prompts or self._buffer.count(State.WAITING, State.RUNNING):
             return None
         told, wanted = self._starvation.describe(), self._config.rollout.prompts_per_step

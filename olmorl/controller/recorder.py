@@ -188,16 +188,23 @@ class Recorder:
             step_metrics.add_evaluation(bag, evaluation)
         bag.update(also)
         self._stats_before, self._learner_time_before = stats, learner_time
-        if self._config.logging.rollouts and step.groups:
-            rows = step_metrics.rollout_rows(
-                step.groups, step=step.number, attempt=self._attempt, t_trained=step.t_trained
-            )
-            write_rollouts(self._directory.rollouts_file(step.number), rows)
+        self._write_rollouts(step)
         if evaluations:
             self._write_evaluations(step.number, evaluations)
         metrics = bag.drain()
         for sink in self._sinks:
             sink.write(step.number, metrics)
+
+    def settle_dropped(self, number: int) -> None:
+        """Of a run that ends before its step `number`: what met its fate untrained since the step before."""
+        self._write_rollouts(self.trained(number, [], [], StepTimes()))
+
+    def _write_rollouts(self, step: Step) -> None:
+        if self._config.logging.rollouts and step.groups:
+            rows = step_metrics.rollout_rows(
+                step.groups, step=step.number, attempt=self._attempt, t_trained=step.t_trained
+            )
+            write_rollouts(self._directory.rollouts_file(step.number), rows)
 
     def _write_evaluations(self, version: int, evaluations: Sequence[Evaluation]) -> None:
         rows = {one.set.name: step_metrics.evaluation_rows(one, attempt=self._attempt) for one in evaluations}

@@ -19,6 +19,7 @@ from olmorl.contract.errors import ConfigError, SyncError, WorkerLostError
 from olmorl.controller.announce import announce
 from olmorl.controller.cluster import Cluster, cluster_address
 from olmorl.controller.compose import compose, load_inputs, read_beginning
+from olmorl.controller.driver_log import DriverLog
 from olmorl.controller.loop import Batch
 from olmorl.controller.placement import Placement, plan_placement, this_machine
 from olmorl.controller.run_directory import RunDirectory, write_atomically, write_json
@@ -55,6 +56,7 @@ class Run:
         self._directory = RunDirectory(config.run.directory)
         self._open_loop()
         self._claimed: IO[bytes] | None = None
+        self._log: DriverLog | None = None
         self._cluster: Cluster | None = None
         self._scorer: Scorer | None = None
         self._session: Session | None = None
@@ -128,6 +130,7 @@ class Run:
         self._do(self._scorer.check_truths(inputs.examples))
         attempt, checkpoint = directory.prepare(resume=self._resume)
         self._claimed = self._claimed or directory.claim()
+        self._log = DriverLog(directory.logs(attempt))
         write_atomically(directory.config_file, dump_toml(config))
         if config.logging.console:
             resumed = checkpoint.name if checkpoint else ""
@@ -199,6 +202,8 @@ class Run:
                 cluster.__exit__()
             if self._claimed is not None:
                 self._claimed.close()
+            if self._log is not None:
+                self._log.close()
             if self._thread.is_alive():
                 self._loop.call_soon_threadsafe(self._loop.stop)
                 self._thread.join()

@@ -139,6 +139,7 @@ class _Player:
         """The row's verifiers judge the last turn; the environment's own rewards are added."""
         sample = episode.sample(finish_reason)
         if verdict is not None and verdict.status != "scored":
+            self._scorer.tell_of(verdict, of=self._prompt.environment or "", prompt=self._prompt)
             return ScoredSample(
                 sample=sample, reward=None, verdict=verdict.status, detail=verdict.detail, drawn=episode.drawn
             )

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from olmorl.config.data_sections import RewardSection
 from olmorl.contract.generation import RolloutSample
+from olmorl.controller.driver_log import TRACEBACK
 from olmorl.controller.environments import Environments
 from olmorl.controller.group import ScoredSample
 from olmorl.controller.truth_check import check_truths
@@ -66,7 +67,7 @@ class Scorer:
         self._weights = _weights(section)
         self._seconds = 0.0
         self._unscored = section.unscored
-        self._told: set[str] = set()
+        self._told: set[tuple[str, str]] = set()
 
     @classmethod
     async def start(
@@ -112,20 +113,20 @@ class Scorer:
                 detail = sample.error or "aborted by the engine"
                 scored.append(ScoredSample(sample=sample, reward=None, verdict="error", detail=detail))
             else:
-                self._tell_of(verdict, prompt)
                 scored.append(
                     ScoredSample(sample=sample, reward=verdict.reward, verdict=verdict.status, detail=verdict.detail)
                 )
         return scored
 
-    def _tell_of(self, verdict: Verdict, prompt: Prompt) -> None:
-        """A verdict that is no score is easily overlooked: the first of each kind is said aloud."""
-        if verdict.status != "scored" and verdict.status not in self._told:
-            self._told.add(verdict.status)
-            names = ", ".join(check.verifier or "" for check in prompt.checks)
+    def tell_of(self, verdict: Verdict, *, of: str, prompt: Prompt) -> None:
+        """A verdict that is no score is easily overlooked: the first of each kind, of each verifier or environment, is
+        said aloud."""
+        if verdict.status != "scored" and (of, verdict.status) not in self._told:
+            self._told.add((of, verdict.status))
             meaning = MEANINGS[self._unscored[verdict.status]]
             place = prompt.place or prompt.prompt_id
-            log.warning("%s: %s: verdict %r (%s); %s", place, names, verdict.status, verdict.detail, meaning)
+            also = {TRACEBACK: verdict.traceback}
+            log.warning("%s: %s: verdict %r (%s); %s", place, of, verdict.status, verdict.detail, meaning, extra=also)
 
     async def _judge(self, prompt: Prompt, sample: RolloutSample) -> Verdict:
         names = []
@@ -143,7 +144,10 @@ class Scorer:
             for name, check in zip(names, prompt.checks, strict=True)
         ]
         weights = [self._weights.get(canonical_name(name), 1.0) for name in names]
-        return combine(await self._pool.score(jobs), weights, names=names)
+        verdicts = await self._pool.score(jobs)
+        for name, verdict in zip(names, verdicts, strict=True):
+            self.tell_of(verdict, of=name, prompt=prompt)
+        return combine(verdicts, weights, names=names)
 
     def outage(self) -> tuple[float, str]:
         """For how many seconds a judge or code server has been down, and what it said last; 0 if none is."""

@@ -18,6 +18,7 @@ from olmorl.controller.admission import train_samples
 from olmorl.controller.background import Background
 from olmorl.controller.buffer import RolloutBuffer
 from olmorl.controller.evaluate import EvalSet, Evaluation, evaluate
+from olmorl.controller.failing import failing_set
 from olmorl.controller.fleet import Fleet
 from olmorl.controller.group import Fate, Group
 from olmorl.controller.loop import Batch, RolloutLoops
@@ -104,7 +105,10 @@ class Session:
         self.version = version
 
     async def start(self) -> None:
-        """Send the first update, compare engines and learner, evaluate the policy as it is, and let the loops run."""
+        """Send the first update, compare engines and learner, evaluate the policy as it is, and let the loops run.
+
+        Raises StarvationError when a verifier failed at all samples of an evaluation set.
+        """
         heartbeat = self._config.cluster.heartbeat_seconds
         self._background.start_loop("service", self._service.run())
         self._background.start_loop("supervisor", self._supervisor.run())
@@ -122,13 +126,22 @@ class Session:
         try:
             batch = await self._background.unless_failed(self._loops.next_batch())
         except StarvationError:
-            if self._state is not None:
-                await self._save(self._state)
-            await self._background.finish_job(CHECKPOINT)
+            await self._end_starved()
             raise
         self._times.wait_for_batch = time.perf_counter() - started
         self._times.wait_for_straggler = batch.seconds_waited_for_straggler
         return batch
+
+    async def _end_starved(self) -> None:
+        """The last step is saved; what met its fate since stands under the step that never came; the books close."""
+        if self._state is not None:
+            await self._save(self._state)
+        await self._background.finish_job(CHECKPOINT)
+        if self._background.runs("rollouts"):  # else this was told before
+            await self.settle()
+            await self._stop_rollouts()
+            self._recorder.settle_dropped(self.version + 1)
+            self._close_books()
 
     async def train_step(self, batch: Batch) -> dict[str, float]:
         """Train on `batch`; `publish` sends the weights it makes. Returns the learner's metrics."""
@@ -218,10 +231,13 @@ class Session:
         await self.settle()
         await self._background.finish_job(CHECKPOINT)
         await self._stop_rollouts()
-        self._recorder.lost(self._service.lost_tokens)
-        self._recorder.close_books(received_tokens=self._service.tokens_received, pending_tokens=self._pending_tokens)
+        self._close_books()
         if self._config.checkpoint.export:
             await self._all_learners("export", str(self._directory.export(self.version)))
+
+    def _close_books(self) -> None:
+        self._recorder.lost(self._service.lost_tokens)
+        self._recorder.close_books(received_tokens=self._service.tokens_received, pending_tokens=self._pending_tokens)
 
     def summary(self, exit_reason: str) -> dict[str, Any]:
         return self._recorder.summary(steps=self.version, exit_reason=exit_reason)
@@ -260,6 +276,10 @@ class Session:
         also = {**self._recorder.balance(), **self._faults()}
         await asyncio.to_thread(self._recorder.write_row, step, evaluations, stats, learner_time, also)
         await asyncio.to_thread(self._recorder.received, self._service.tokens_received)
+        if first:
+            sets = (failing_set(one.set.name, one.groups, self._config.reward) for one in evaluations)
+            if trouble := next(filter(None, sets), None):
+                raise StarvationError(trouble)
 
     async def _keep_weights(self, version: int) -> None:
         """Before the next snapshot takes their place."""

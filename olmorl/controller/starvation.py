@@ -19,6 +19,7 @@ class Starvation:
         self._paused_at = 0  # batches' worth for which a pause was made
         self._seen: Counter[str] = Counter()
         self._wasted: Counter[str] = Counter()  # groups without signal, by data source
+        self._said = ""  # by a verifier, of the newest sample without a score
 
     def offered(self, group: Group) -> None:
         """A group was judged and a batch is not full yet."""
@@ -26,12 +27,13 @@ class Starvation:
         self._seen[kind] += 1
         if kind != SIGNAL:
             self._wasted[group.prompt.data_source] += 1
+            self._said = next((s.detail for s in group.samples if s.reward is None and s.detail), self._said)
 
     def filled(self) -> None:
         """There is a batch: counting begins anew."""
         self._seen.clear()
         self._wasted.clear()
-        self._paused_at = 0
+        self._paused_at, self._said = 0, ""
 
     @property
     def exhausted(self) -> bool:
@@ -52,8 +54,10 @@ class Starvation:
             return "no group came"
         kinds = ", ".join(f"{count} {kind}" for kind, count in self._seen.most_common())
         sources = ", ".join(f"{source} {count}" for source, count in self._wasted.most_common(3))
-        return f"of the last {self._seen.total()} groups: {kinds}" + (
-            f" (without signal: {sources})" if sources else ""
+        return (
+            f"of the last {self._seen.total()} groups: {kinds}"
+            + (f" (without signal: {sources})" if sources else "")
+            + (f"; the last sample without a score: {self._said}" if self._said else "")
         )
 
     @property

@@ -169,8 +169,9 @@ class VerifierProcess:
 
 
 def _deliver(replies: Sequence[tuple], answer: Callable[[Verdict], None]) -> None:
-    for status, reward, detail, observation in replies:
-        answer(Verdict(status=status, reward=reward, detail=detail, observation=observation))
+    for status, reward, detail, observation, traceback in replies:
+        verdict = Verdict(status=status, reward=reward, detail=detail, observation=observation, traceback=traceback)
+        answer(verdict)
 
 
 def _pack(job: VerifierJob) -> tuple:

@@ -27,7 +27,7 @@ from olmorl.rewards.verdict import Episode, VerifierJob
 from olmorl.rewards.verifier import Verifier, counts_tokens, find_verifier, load_verifier, run_verifier
 
 HEADER = struct.Struct("<I")
-MAX_DETAIL = 500  # characters
+MAX_DETAIL, MAX_TRACEBACK = 500, 5000  # characters
 
 
 def main(channel: int, lifeline: int) -> None:
@@ -60,7 +60,8 @@ def main(channel: int, lifeline: int) -> None:
                 episode=None if episode is None else Episode(*episode),
             )
             verdict = run_verifier(verifiers[name], job)
-            answer((verdict.status, verdict.reward, verdict.detail[:MAX_DETAIL], verdict.observation))
+            detail, told = verdict.detail[:MAX_DETAIL], verdict.traceback[-MAX_TRACEBACK:]
+            answer((verdict.status, verdict.reward, detail, verdict.observation, told))
 
 
 def die_with_parent(lifeline: int) -> None:

@@ -34,6 +34,8 @@ class Verdict:
     detail: str = ""
     observation: str | None = None
     """of an environment: what the model reads next; None ends the episode"""
+    traceback: str = ""
+    """of what a verifier raised; for the log"""
 
     def __post_init__(self) -> None:
         assert (self.reward is not None) == (self.status == "scored"), f"{self.status} with reward {self.reward}"

@@ -5,6 +5,8 @@ import importlib
 import inspect
 import math
 import numbers
+import sys
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import cast, get_args
@@ -15,6 +17,8 @@ from olmorl.rewards.settings import VerifierSettings
 from olmorl.rewards.verdict import Status, Verdict, VerifierJob
 
 STATUSES = get_args(Status)
+OURS = (__file__, sys.modules[EpisodePlayer.__module__].__file__)  # between the process and what is the user's
+MAX_ERROR = 300  # characters of an exception's message
 
 Verifier = Callable[[str, object, str | None], object]
 """(completion, ground_truth, prompt) -> number, bool (0 or 1) or Verdict"""
@@ -189,7 +193,16 @@ def run_verifier(verifier: Verifier, job: VerifierJob) -> Verdict:
             return read_value(counting(job.completion, job.ground_truth, job.prompt, num_tokens=job.num_tokens))
         return read_value(verifier(job.completion, job.ground_truth, job.prompt))
     except (Exception, SystemExit) as error:
-        return _check_verdict(Verdict(status="error", detail=f"{type(error).__name__}: {error}"))
+        return _check_verdict(_raised(error))
+
+
+def _raised(error: BaseException) -> Verdict:
+    """Says where in the verifier's own file; what it called there is in the traceback."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename not in OURS]
+    own = [frame for frame in frames if frame.filename == frames[0].filename]
+    place = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+    told = "".join(traceback.format_exception(error))
+    return Verdict(status="error", detail=f"{type(error).__name__}: {error!s:.{MAX_ERROR}}{place}", traceback=told)
 
 
 def read_value(value: object) -> Verdict:
@@ -207,11 +220,15 @@ def _check_verdict(verdict: Verdict) -> Verdict:
     """One of the user's may hold anything; what others rely on is a known status, a number, and text for UTF-8."""
     if verdict.status not in STATUSES:
         return Verdict(status="error", detail=f"the verifier returned the status {verdict.status!r:.200}")
-    detail = str(verdict.detail).encode("utf-8", "backslashreplace").decode()
+    detail = _utf8(verdict.detail)
     if verdict.status != "scored":
-        return replace(verdict, detail=detail)
+        return replace(verdict, detail=detail, traceback=_utf8(verdict.traceback))
     read = read_value(verdict.reward)
     return replace(verdict, reward=read.reward, detail=detail) if read.status == "scored" else read
+
+
+def _utf8(text: object) -> str:
+    return str(text).encode("utf-8", "backslashreplace").decode()
 
 
 def _not_finite(reward: float) -> Verdict:

@@ -173,6 +173,39 @@ def judge(completion, truth, prompt):
     drive(config, load_inputs(config), engine, scenario)
 
 
+@pytest.mark.parametrize(("judged_before", "ends"), [(0, True), (1, False)])
+def test_a_verifier_that_fails_from_the_start_ends_the_run(
+    quickstart_config: MakeConfig,
+    engine: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    judged_before: int,
+    ends: bool,
+) -> None:
+    """At once; one that has judged a single sample is given the patience for starving runs."""
+    source = f"""
+from itertools import count
+calls = count()
+def judge(completion, truth, prompt):
+    if completion and next(calls) >= {judged_before}:
+        raise OSError("the judge is down")
+    return 1.0
+"""
+    (tmp_path / f"fails_after_{judged_before}.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    says = "first 8 groups of data source 'chain_sums' ended in an error" if ends else "no batch of 2 groups"
+
+    async def scenario(driver: Driver) -> None:
+        driver.background.start_loop("rollouts", driver.loops.run())
+        with pytest.raises(StarvationError, match=says) as caught:
+            await driver.background.unless_failed(driver.loops.next_batch())
+        assert f"OSError: the judge is down ({tmp_path}/fails_after_{judged_before}.py:6)" in str(caught.value)
+        assert (8 <= len(driver.dropped) < 16) if ends else len(driver.dropped) >= 16
+
+    config = quickstart_config(f"reward.verifier=fails_after_{judged_before}:judge", "rollout.starvation_patience=8")
+    drive(config, load_inputs(config), engine, scenario)
+
+
 RIGHT, WRONG = "", "(?!)"  # regular expressions that every answer, or none, satisfies
 FLIP = """
 from collections import Counter

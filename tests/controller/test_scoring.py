@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -118,6 +119,19 @@ def test_a_verdict_that_is_no_score_is_told_once(caplog: pytest.LogCaptureFixtur
     caplog.clear()
     score(RewardSection(on_unscorable="zero"), prompt(Check("regex", "(")), sample(0, "a"))
     assert caplog.records[-1].getMessage().endswith("such samples count as 0")
+
+
+def test_each_verifier_that_fails_is_told_of_once_with_its_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = "def one(completion, truth, prompt):\n    return int(completion)\ndef two(*asked):\n    return 1 / 0\n"
+    (tmp_path / "two_broken.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    asked = prompt(Check("two_broken:one", None), Check("two_broken:two", None))
+    score(RewardSection(), asked, sample(0, "a"), sample(1, "b"))
+    said = {record.getMessage().split(" ")[1]: record.traceback for record in caplog.records}  # type: ignore[attr-defined]
+    assert sorted(said) == ["two_broken:one:", "two_broken:two:"] and len(caplog.records) == 2
+    assert "in one\n" in said["two_broken:one:"] and "ZeroDivisionError" in said["two_broken:two:"]
 
 
 def test_what_does_not_fit_is_said_at_the_start() -> None:

@@ -57,6 +57,17 @@ def test_it_says_what_came_and_from_where() -> None:
     )
 
 
+def test_it_says_what_a_verifier_said() -> None:
+    starvation = Starvation(groups_per_batch=2, patience=3)
+    failed = group(None, 1.0)
+    failed.samples[0].detail = "ValueError: no"
+    starvation.offered(failed)
+    assert starvation.describe().endswith("; the last sample without a score: ValueError: no")
+    starvation.filled()
+    starvation.offered(group(1.0, 1.0))
+    assert "ValueError" not in starvation.describe()
+
+
 @given(groups=st.integers(1, 5), patience=st.integers(1, 200), counts=st.lists(st.integers(0, 12), max_size=60))
 def test_pauses_come_late_grow_and_are_handed_out_once(groups: int, patience: int, counts: list[int]) -> None:
     starvation = Starvation(groups_per_batch=groups, patience=patience)

@@ -100,6 +100,25 @@ def test_inspect_prints_a_group_side_by_side(
     assert command(["inspect", str(run), "--prompt", "who"]) == 2
 
 
+@pytest.mark.parametrize(
+    ("config", "summary", "says"),
+    [
+        ("[logging]\nrollouts = false\n", {}, ": logging.rollouts = false in its config"),
+        ("", {}, " yet: samples are written with the step that is trained next"),
+        ("", {"exit_reason": "failed: no"}, ": it ended before a step was trained (failed: no). Samples of its eval"),
+    ],
+)
+def test_inspect_says_why_there_are_no_rollouts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], config: str, summary: dict[str, str], says: str
+) -> None:
+    (tmp_path / "config.toml").write_text(config)
+    if summary:
+        (tmp_path / "summary.json").write_text(json.dumps(summary))
+        (tmp_path / "evals").mkdir()
+    assert command(["inspect", str(tmp_path)]) == 2
+    assert f"has no rollouts{says}" in capsys.readouterr().err
+
+
 def test_no_terminal_obeys_what_a_model_wrote(
     tmp_path: Path, make_run: Make, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

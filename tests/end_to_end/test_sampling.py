@@ -90,6 +90,45 @@ def test_a_starved_run_stops_with_its_checkpoint_and_can_go_on(command: Any, che
     checks.one_fate_each(command)
 
 
+def break_verifier(command: Any, *settings: str) -> str:
+    """A run with it; what it says last."""
+    (command.folder / "boom.py").write_text("def judge(completion, truth, prompt):\n    return float('x' + truth)\n")
+    _, err = command.run("reward.verifier=boom:judge", *settings, code=1)
+    said = err.splitlines()[-1]
+    assert said.startswith("error: the verifier fails: ") and "boom:judge (reward.verifier)" in said, err
+    assert "could not convert string to float: 'x" in said and f"({command.folder}/boom.py:2)" in said
+    assert "Traceback" not in err and command.summary()["exit_reason"] == said.replace("error:", "failed:")
+    log = (command.directory / "logs" / "attempt_1" / "driver.log").read_text()
+    assert log.count("Traceback") == 1 and "in judge" in log
+    summary, received = command.summary(), (command.directory / "logs" / "received_tokens").read_text()
+    assert sum(summary["waste"].values()) - summary["waste"]["lost"] == int(received), "the books are open"
+    command.assert_nothing_left()
+    return said
+
+
+def test_a_verifier_that_fails_at_everything_ends_the_run(
+    command: Any, checks: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At once, and what it failed at can be read and is accounted for; mended, the run goes on."""
+    assert "all samples of the first 8 groups of data source 'chain_sums'" in break_verifier(command, "eval.data=none")
+    rows, summary = command.rollouts(), command.summary()
+    assert len(rows) >= 32 and {(row.step, row.verdict, row.fate) for row in rows} == {(1, "error", "error")}
+    assert summary["waste"]["error"] == sum(len(row.token_ids) for row in rows) > 0
+    assert cli(["inspect", str(command.directory), "--limit", "1"]) == 0 and "boom.py:2" in capsys.readouterr().out
+    mended = "import zlib\ndef judge(completion, truth, prompt):\n    return zlib.crc32(completion.encode()) % 2\n"
+    (command.folder / "boom.py").write_text(mended)
+    command.run("run.steps=1", "reward.verifier=boom:judge", "eval.data=none", "--resume")
+    checks.one_row_a_step(command, 1)
+    checks.one_fate_each(command)
+    assert command.summary()["waste"]["rolled_back"] >= summary["waste"]["error"]
+
+
+@pytest.mark.soak
+def test_a_verifier_that_fails_at_the_first_evaluation_ends_the_run(command: Any) -> None:
+    assert "all 16 samples of evaluation set 'heldout'" in break_verifier(command)
+    assert {row["progress/step"] for row in command.metrics()} == {0} and command.summary()["waste"]["eval"] > 0
+
+
 @pytest.mark.soak
 def test_three_mixed_sources_go_on_in_the_same_order_after_a_kill_in_mid_epoch(
     tmp_path: Path, command_in: Callable[[Path], Any]

@@ -76,6 +76,24 @@ def test_whatever_a_verifier_does_is_a_verdict(own_verifiers, completion, status
     assert detail in verdicts[1].detail
 
 
+def test_what_a_verifier_raises_says_where(own_verifiers, tmp_path: Path) -> None:
+    """In its own file, whatever it called from there; the traceback has the rest."""
+    source = "import json\n\ndef parse(truth):\n    return json.loads(truth)\n\n"
+    source += "def judge(completion, truth, prompt):\n    return parse(truth)\n"
+    (tmp_path / "parsing.py").write_text(source)
+
+    async def main() -> Verdict:
+        async with VerifierPool(["parsing:judge"]) as pool:
+            [verdict] = await pool.score([job("", "parsing:judge", "{" + "x" * 9000)])
+            return verdict
+
+    verdict = run(main())
+    assert verdict.detail.startswith("JSONDecodeError: Expecting property name")
+    assert verdict.detail.endswith(f" ({tmp_path}/parsing.py:4)")
+    assert verdict.traceback.startswith("Traceback") and "json/decoder.py" in verdict.traceback
+    assert "Error" in verdict.traceback.splitlines()[-1]
+
+
 @pytest.mark.parametrize("completion", ["hang", "hang in C", "hang without a chance"])
 def test_an_overrun_is_killed_and_only_the_culprit_pays(own_verifiers, completion: str) -> None:
     start = time.monotonic()
