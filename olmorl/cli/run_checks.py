@@ -7,6 +7,7 @@ from pathlib import Path
 from olmorl.cli.finding import Finding
 from olmorl.cli.machine_checks import check_disk
 from olmorl.cli.shadowed import find_shadowed
+from olmorl.cli.verifier_checks import check_verdicts, load_verifiers
 from olmorl.config.data_sections import RewardSection, SourceSection
 from olmorl.config.load import load_config
 from olmorl.config.schema import Config
@@ -15,8 +16,6 @@ from olmorl.controller.cluster import cluster_address
 from olmorl.controller.placement import Node, plan_placement, this_machine
 from olmorl.data.dialect import assign_verifiers
 from olmorl.data.source import read_source
-from olmorl.rewards.process import load_verifiers
-from olmorl.rewards.settings import VerifierSettings
 from olmorl.rewards.verifier import canonical_name, check_keys, choose_verifiers
 
 
@@ -31,11 +30,14 @@ def check_run(config_path: Path, overrides: Sequence[str] = ()) -> Iterator[Find
     if not find_shadowed():  # the engine says which models it knows
         yield check_model(config.model.path)
     reward, named = config.reward, set[str | None]()
-    for source in config.data.train:
-        yield check_data(source, reward, named)
+    sources = [(source, reward) for source in config.data.train]
     for source in config.eval.data:  # whose own verifier goes first
-        own = reward if source.verifier is None else reward.model_copy(update={"verifier": None})
-        yield check_data(source, own, named)
+        sources.append((source, reward if source.verifier is None else reward.model_copy(update={"verifier": None})))
+    for source, judged_by in sources:
+        finding = check_data(source, judged_by, named)
+        yield finding
+        if finding.status == "ok":
+            yield from check_verdicts(source, judged_by)
     yield from check_reward(reward, named)
     if cluster_address(config.cluster.address) is None:
         yield _placement(config)
@@ -80,7 +82,7 @@ def check_data(source: SourceSection, reward: RewardSection, named: set[str | No
         named.update(check.verifier for check in checks)
         names = choose_verifiers(reward.remap.get(check.verifier or "", check.verifier) for check in checks)
         own = [name for name in names if ":" in canonical_name(name)]
-        load_verifiers(own, VerifierSettings())
+        load_verifiers(own, reward)
     except StopIteration:
         return Finding("fail", f"data: {source.path} holds no rows", "correct the path or the data")
     except (ConfigError, DataError) as error:

@@ -17,6 +17,7 @@ import pytest
 from olmorl.cli import doctor, machine_checks, package_checks, run_checks, sandbox_checks
 from olmorl.cli.finding import Finding
 from olmorl.cli.shadowed import find_shadowed, find_strays, refuse_shadowed_packages
+from olmorl.cli.verifier_checks import check_verdicts
 from olmorl.config.data_sections import RewardSection, SourceSection
 from olmorl.contract.errors import ConfigError
 from olmorl.rewards import sandbox_walls
@@ -180,6 +181,69 @@ def test_parquet_data(tmp_path: Path) -> None:
     assert run_checks.check_data(source, reward, set()).what.endswith("(source data, verifier math, builtins:max)")
     path.write_text("no parquet")
     assert run_checks.check_data(source, reward, set()).status == "fail"
+
+
+VERIFIERS = """
+import time
+def judge(completion, ground_truth, prompt):
+    return float(completion == ground_truth)
+def fragile(completion, ground_truth, prompt):
+    return float(completion.split()[-1] == ground_truth)
+def broken(completion, ground_truth, prompt):
+    raise RuntimeError("no licence")
+def picky(completion, ground_truth, prompt):
+    if int(ground_truth) > 80:
+        raise LookupError("too large")
+    return 1.0
+class Configured:
+    @classmethod
+    def from_settings(cls, settings):
+        assert settings.code_seconds == 3.5, f"the settings are not those of the config: {settings}"
+        return cls()
+    def __call__(self, completion, ground_truth, prompt):
+        return 1.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "says"),
+    [
+        ("judge", "ok", "judges 24 responses tried with {data}; ground truths as responses get 1"),
+        ("fragile", "warn", "fails at 8 of 24 responses tried with {data}; at {data}:1, response '': IndexError"),
+        ("broken", "fail", "fails at all 24 responses tried with {data}; at {data}:1, response '1': RuntimeError: no"),
+        ("picky", "warn", "at {data}:85, response '85': LookupError: too large ({folder}/mine_all.py:11)"),
+        ("Configured", "ok", "judges 24 responses"),
+    ],
+)
+def test_verifiers_are_tried_on_rows_from_first_to_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, status: str, says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)  # the folder that a run is started from is on its path
+    (tmp_path / "mine_all.py").write_text(VERIFIERS)
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"prompt": "a", "answer": str(i)}) + "\n" for i in range(1, 101)))
+    reward = RewardSection(verifier=(f"mine_all:{name}",), code_seconds=3.5)
+    assert run_checks.check_data(SourceSection(path=str(data)), reward, set()).status == "ok"
+    [finding] = check_verdicts(SourceSection(path=str(data)), reward)
+    assert (finding.status, finding.what.startswith(f"verifier mine_all:{name} ")) == (status, True)
+    assert says.format(data=data, folder=tmp_path) in finding.what and bool(finding.fix) == (status != "ok")
+
+
+def test_rows_beyond_the_first_are_read_and_a_judge_is_asked_once(tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    row = '{"prompt": "a", "answer": "b", "verifier": "judge"}\n'
+    data.write_text(3 * row)
+    with socket.socket() as nobody:  # bound, and never listening
+        nobody.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{nobody.getsockname()[1]}/v1"
+        reward = RewardSection(judge_url=url, judge_model="m", timeout_seconds=0.5)
+        [finding] = check_verdicts(SourceSection(path=str(data)), reward)
+    assert finding.status == "fail" and "is late with all 1 responses" in finding.what and "Connect" in finding.what
+    [finding] = check_verdicts(SourceSection(path=str(data)), RewardSection(judge_model="m"))
+    assert finding.status == "fail" and "reward.judge_url" in finding.what
+    data.write_text(row.replace("judge", "gsm8k").replace('"b"', '"7"') + '{"prompt": "a"}\n')
+    [finding] = check_verdicts(SourceSection(path=str(data)), reward)
+    assert finding.status == "fail" and f"{data}:2" in finding.what
 
 
 @pytest.mark.parametrize(
