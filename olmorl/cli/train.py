@@ -10,14 +10,14 @@ from typing import Any
 from olmorl.config.dump import dump_toml
 from olmorl.config.load import load_config
 from olmorl.config.schema import Config
-from olmorl.contract.errors import ConfigError
-from olmorl.controller.placement import Node, plan_placement, this_machine
+from olmorl.contract.errors import ConfigError, PlacementError
+from olmorl.controller.placement import Node, Placement, plan_placement, this_machine
 
 _CLUSTER = re.compile(r"(\d+)x(\d+)x(\d+)(?::(\w+))?")
 
 
 def print_plan(config_path: Path, overrides: Sequence[str], cluster: str | None = None) -> None:
-    """What would run, as a TOML file that can be run; starts nothing.
+    """Does it fit, and what would run, as a TOML file that can be run; starts nothing.
 
     `cluster`, "NODESxCPUSxGPUS" or "NODESxCPUSxGPUS:KIND", stands for this machine; a run that it cannot hold is a
     PlacementError.
@@ -25,10 +25,34 @@ def print_plan(config_path: Path, overrides: Sequence[str], cluster: str | None 
     nodes = [this_machine()] if cluster is None else _read_cluster(cluster)
     config = _load(config_path, overrides, lambda _: nodes)
     placement = plan_placement(config, nodes)
-    if cluster is not None:
-        placement.check(nodes)
-    print(dump_toml(config))
-    print(f"# placement: {placement.describe()}")
+    try:
+        memory = _check_fit(config, placement, nodes)
+        verdict = f"it fits {'this machine' if cluster is None else cluster}"
+    except PlacementError as error:
+        if cluster is not None:
+            raise PlacementError(f"it does not fit {cluster}: {error}") from None
+        verdict, memory = f"it does not fit this machine: {error}", []
+    for line in (verdict, f"placement: {placement.describe()}", *memory):
+        print(f"# {line}")
+    print(f"\n{dump_toml(config)}", end="")
+
+
+def _check_fit(config: Config, placement: Placement, nodes: Sequence[Node]) -> list[str]:
+    """What is to be said of memory. Raises PlacementError: too few devices, or too small ones."""
+    placement.check(nodes)
+    if not placement.gpus:
+        return []
+    from olmorl.planner.memory import holdings  # reaches into the engine, which may be shadowed
+
+    try:
+        found = holdings(config, placement, nodes)
+    except ConfigError as error:
+        return [f"memory: not looked at: {error}"]
+    if too_large := [str(holding) for holding in found if not holding.fits]:
+        raise PlacementError("; ".join(too_large))
+    if not found:
+        return ["memory: not looked at: no GPU of a kind that is known; --cluster 9x96x8:H100 names one"]
+    return [f"memory: {holding}; activations and updates come on top" for holding in found]
 
 
 def _read_cluster(text: str) -> list[Node]:

@@ -108,7 +108,7 @@ def test_dry_run_prints_a_config_that_can_be_run(
     overrides = ["run.name=mine", "optim.lr=1e-4", "rollout.async_steps=2", "optim.lr=2e-4"]
     assert run(["train", str(config), *overrides, "--dry-run"]) == 0
     printed = capsys.readouterr().out
-    assert "# placement: 1 inference x cpu, 1 learner x cpu" in printed
+    assert printed.startswith("# it fits this machine\n# placement: 1 inference x cpu, 1 learner x cpu")
     again = tmp_path / "again.toml"
     again.write_text(printed)
     assert load_config(again, []) == load_config(config, overrides)
