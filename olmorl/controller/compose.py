@@ -103,6 +103,8 @@ class Beginning:
     """finished and not yet trained"""
     learner: Path | None
     """what its learners saved"""
+    changes: tuple[str, ...] = ()
+    """of settings, since then"""
 
 
 def read_beginning(config: Config, inputs: Inputs, checkpoint: Path | None) -> Beginning:
@@ -119,13 +121,19 @@ def read_beginning(config: Config, inputs: Inputs, checkpoint: Path | None) -> B
             version=0, totals=Totals(), selection=selection, prompts=PromptQueue(selection), groups=[], learner=None
         )
     state = DriverState.load(checkpoint, config=config)
+    changes = state.changes(config)
+    try:
+        prompts = state.prompts(selection)
+    except ConfigError as error:
+        raise ConfigError(f"{error}. Settings that changed: {'; '.join(changes) or 'none'}") from None
     return Beginning(
         version=state.step,
         totals=state.totals,
         selection=selection,
-        prompts=state.prompts(selection),
+        prompts=prompts,
         groups=state.groups(selection),
         learner=checkpoint / "learner",
+        changes=tuple(changes),
     )
 
 

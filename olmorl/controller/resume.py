@@ -28,6 +28,8 @@ from olmorl.metrics.rollout_log import RolloutRow, read_rollouts, write_rollouts
 
 FILE = "driver.json"
 SAMPLES_FILE = "finished.parquet"  # samples of the groups that were finished, like a step's rollout file
+OF_GROUPS = ("rollout", "sampling", "reward", "loss")  # sections that a finished group depends on
+SHOWN = 100  # characters of a setting
 
 log = logging.getLogger(__name__)
 
@@ -88,8 +90,8 @@ class DriverState:
     rows: list[RolloutRow]
     """the samples of those, group after group"""
     totals: Totals
-    settings: dict[str, Any]
-    """that the finished groups were made under"""
+    settings: dict[str, dict[str, Any]]
+    """of each section of the config; checkpoints of old have only those that finished groups were made under"""
     seed: int
 
     @classmethod
@@ -114,7 +116,7 @@ class DriverState:
             ],
             rows=rollout_rows(finished, step=step, attempt=attempt, t_trained=None),
             totals=replace(totals),
-            settings=_settings(config),
+            settings=config.model_dump(mode="json"),
             seed=config.run.seed,
         )
 
@@ -140,7 +142,8 @@ class DriverState:
             raise ConfigError(
                 f"{folder} was made with run.seed = {state.seed}, the config says {config.run.seed}; keep the seed"
             )
-        changed = [name for name, value in _settings(config).items() if state.settings.get(name) != value]
+        now = config.model_dump(mode="json")
+        changed = [name for name in OF_GROUPS if state.settings.get(name) != now[name]]
         if changed and state.finished:
             log.warning(
                 "[%s] changed since the checkpoint: %d finished groups are made anew",
@@ -164,6 +167,16 @@ class DriverState:
             }
         )
 
+    def changes(self, config: Config) -> list[str]:
+        """Each setting that is another now, with the old and the new value. A key of a newer version was never set."""
+        now = config.model_dump(mode="json")
+        return [
+            f"{section}.{key}: {_shown(value)} -> {_shown(now[section][key])}"
+            for section, values in self.settings.items()
+            for key, value in values.items()
+            if section in now and key in now[section] and now[section][key] != value
+        ]
+
     def prompts(self, source: PromptSource) -> PromptQueue:
         source.restore(self.stream)
         return PromptQueue(source, [source.prompt_at(epoch, position) for epoch, position in self.again])
@@ -180,9 +193,9 @@ class DriverState:
         ]
 
 
-def _settings(config: Config) -> dict[str, Any]:
-    """What a finished group depends on besides its prompt and the weights."""
-    return {name: getattr(config, name).model_dump(mode="json") for name in ("rollout", "sampling", "reward", "loss")}
+def _shown(value: object) -> str:
+    text = "none" if value is None else json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
 
 
 def _group(prompt: Prompt, rows: Sequence[RolloutRow], *, finished: Finished) -> Group:

@@ -135,6 +135,9 @@ class Run:
         if config.logging.console:
             resumed = checkpoint.name if checkpoint else ""
             announce(config, inputs, directory=directory, where=where, attempt=attempt, resumed_from=resumed)
+        if beginning.changes:
+            since = "" if checkpoint is None else checkpoint.name
+            log.warning("settings that changed since %s: %s", since, "; ".join(beginning.changes))
         tell = partial(stage, told=address is not None)
         cluster, placement = self._open_cluster(address, directory.logs(attempt), tell=tell)
         with tell("workers load the model", seconds=config.cluster.start_timeout_seconds):

@@ -69,7 +69,7 @@ class PromptStream:
 
     def restore(self, state: StreamState) -> None:
         """Raises ConfigError when data, seed or shuffling are not those the cursor was made with."""
-        data = "the training data (or its mixture or length limit)"
+        data = "what data.train gives (rows, answers, mixture, or how prompts are rendered and which are too long)"
         names = {"seed": "run.seed", "shuffle": "data.shuffle", "data": data}
         for key, value in self._identity.items():
             if state.get(key) != value:

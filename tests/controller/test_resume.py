@@ -18,7 +18,7 @@ from olmorl.contract.errors import ConfigError
 from olmorl.contract.generation import RolloutSample
 from olmorl.controller.admission import judge, train_samples
 from olmorl.controller.buffer import RolloutBuffer
-from olmorl.controller.compose import Inputs
+from olmorl.controller.compose import Inputs, load_inputs, read_beginning
 from olmorl.controller.group import Fate, Group, ScoredSample
 from olmorl.controller.loop import request_seed
 from olmorl.controller.recorder import Totals
@@ -215,6 +215,43 @@ def test_groups_made_under_other_settings_are_made_anew(
     changed = DriverState.load(tmp_path, config=quickstart_config("run.seed=5", change))
     assert changed.finished == [] and changed.groups(stream_of(inputs)) == []
     assert sorted(position for _, position in changed.again) == [0, 1, 2]
+
+
+def test_settings_that_changed_are_told_old_and_new(
+    tmp_path: Path, inputs: Inputs, quickstart_config: MakeConfig, config: Config
+) -> None:
+    as_it_was = quickstart_config("run.seed=5", "loss.importance_cap=inf")
+    capture(as_it_was, PromptQueue(stream_of(inputs)), RolloutBuffer(groups_per_batch=1, async_steps=0, window=0)).save(
+        tmp_path
+    )
+    state = DriverState.load(tmp_path, config=as_it_was)
+    assert state.changes(as_it_was) == []
+    other = quickstart_config(
+        "run.seed=5", "optim.lr=0.25", "rollout.window=9", f"reward.remap={{gsm8k='{'x' * 200}'}}"
+    )
+    *few, long = sorted(state.changes(other), key=len)
+    assert few == [
+        "rollout.window: none -> 9",
+        f"optim.lr: {config.optim.lr} -> 0.25",
+        "loss.importance_cap: Infinity -> 2.0",
+    ]
+    assert long.startswith('reward.remap: {} -> {"gsm8k": "xxx') and long.endswith("xxx…") and len(long) < 150
+    del state.settings["optim"], state.settings["rollout"]["window"]  # as an older version wrote it
+    assert len(state.changes(other)) == 2
+
+
+def test_other_data_is_refused_by_its_key_and_with_what_changed(
+    tmp_path: Path, inputs: Inputs, quickstart_config: MakeConfig, config: Config
+) -> None:
+    capture(config, PromptQueue(stream_of(inputs)), RolloutBuffer(groups_per_batch=1, async_steps=0, window=0)).save(
+        tmp_path
+    )
+    assert read_beginning(config, inputs, tmp_path).changes == ()
+    fewer = quickstart_config("run.seed=5", f'data.train={{path = "{config.data.train[0].path}", limit = 9}}')
+    with pytest.raises(
+        ConfigError, match=r"what data.train gives \(rows.* changed since .*Settings that changed: data."
+    ):
+        read_beginning(fewer, load_inputs(fewer), tmp_path)
 
 
 def test_the_state_is_of_one_instant(inputs: Inputs, config: Config) -> None:

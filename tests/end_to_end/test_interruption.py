@@ -31,7 +31,9 @@ def test_kill_and_resume(command: Any, checks: Any) -> None:
     # Two helpers of Ray's try for a minute to tell their dead cluster of its end.
     command.assert_nothing_left(but=("ray::DashboardAgent", "ray::RuntimeEnvAgent"))
 
-    command.run(*settings, "--resume")
+    _, err = command.run(*settings, "checkpoint.keep=7", "--resume")
+    told = "settings that changed since step_000003: checkpoint.keep: 2 -> 7\n"
+    assert err.count(told) == 1 and told in (command.directory / "logs" / "attempt_2" / "driver.log").read_text()
     assert command.summary()["exit_reason"] == "finished"
     checks.one_row_a_step(command, STEPS)
     checks.one_fate_each(command)
