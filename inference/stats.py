@@ -145,17 +145,18 @@ class StatsClock:
             totals.recompute_seconds += seconds * recomputed / (totals.tokens_computed - before.tokens_computed)
 
     def snapshot(self, **gauges: float) -> dict[str, float]:
-        """From any thread. A step that is under way has not happened yet: its seconds are neither in `wall_seconds` nor
-        in those that tell what was done."""
+        """From any thread. A step that is under way has not happened yet: nothing here tells of any part of it."""
         with self._border:
-            totals = {name: float(value) for name, value in asdict(self.totals).items()}
-            now = time.perf_counter() if self._step_began is None else self._step_began
-        steps = max(self.totals.steps, 1)
+            if self._step_began is None:
+                totals, now = replace(self.totals), time.perf_counter()
+            else:
+                totals, now = self._before, self._step_began
+        steps = max(totals.steps, 1)
         return {
-            **totals,
+            **{name: float(value) for name, value in asdict(totals).items()},
             "wall_seconds": now - self._started,
-            "tokens_per_second": self.totals.output_tokens / max(self.totals.busy_seconds, 1e-9),
-            "mean_live_batch": self.totals.live_batch_sum / steps,
-            "slot_waste": 1 - self.totals.slot_steps_used / max(self.totals.slot_steps, 1),
+            "tokens_per_second": totals.output_tokens / max(totals.busy_seconds, 1e-9),
+            "mean_live_batch": totals.live_batch_sum / steps,
+            "slot_waste": 1 - totals.slot_steps_used / max(totals.slot_steps, 1),
             **gauges,
         }

@@ -56,7 +56,8 @@ def exported_names() -> set[str]:
 
 
 class PrometheusSink(Collector):
-    """`counters` gives each worker's newest counters. Port 0 takes a free one.
+    """`counters` gives each worker's newest counters, in a mapping that may change while it is read; those of one worker
+    are one snapshot, which is replaced and never changed. Port 0 takes a free one.
 
     The address is written to `targets` in the form of Prometheus' file_sd, so that its configuration need not know it.
     """
@@ -91,6 +92,7 @@ class PrometheusSink(Collector):
         self._targets.unlink(missing_ok=True)
 
     def collect(self) -> Iterable[Metric]:
+        """On a thread of the server, while the run goes on: one row, and one snapshot of each worker, for all of it."""
         families: dict[str, GaugeMetricFamily] = {}
         for name, value in self._row.items():
             exported, word = _prometheus_name(name)
@@ -100,7 +102,7 @@ class PrometheusSink(Collector):
             )
             family.add_metric([self._run] if word is None else [self._run, word], value)
         yield from families.values()
-        workers = self._counters()
+        workers = dict(self._counters())  # in one go: the run adds and removes workers meanwhile
         for counter, says in WORKER_COUNTERS.items():
             yield self._of_workers(CounterMetricFamily, counter, says, workers)
         for gauge, says in WORKER_GAUGES.items():

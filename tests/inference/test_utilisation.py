@@ -4,6 +4,7 @@ what this machine can read.
 The parameter counts are those of the checkpoints; what follows is arithmetic on them, written out.
 """
 
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -187,3 +188,32 @@ def test_a_snapshot_never_lies_in_the_middle_of_a_step() -> None:
     assert during["busy_seconds"] == 0 and during["wall_seconds"] < 0.03
     assert 0.03 <= after["busy_seconds"] == after["prefill_seconds"] <= after["wall_seconds"]
     assert after["wall_seconds"] - after["busy_seconds"] == pytest.approx(during["wall_seconds"], abs=0.02)
+
+
+def test_a_snapshot_from_another_thread_tells_of_whole_steps() -> None:
+    """As `/metrics` and the driver read them. A step here is three tokens, six FLOPs and one drawn token."""
+    clock = StatsClock()
+    over = threading.Event()
+
+    def steps() -> None:
+        while not over.is_set():
+            clock.begin_step()
+            clock.totals.steps += 1
+            clock.totals.tokens_computed += 3
+            clock.totals.flops += 6.0
+            time.sleep(0)  # the other thread's turn
+            clock.totals.output_tokens += 1
+            clock.end_step()
+
+    worker = threading.Thread(target=steps)
+    worker.start()
+    try:
+        before = clock.snapshot()
+        while before["steps"] < 300:
+            now = clock.snapshot()
+            assert now["tokens_computed"] == 3 * now["steps"] == 3 * now["output_tokens"] == now["flops"] / 2
+            assert now["steps"] >= before["steps"] and now["wall_seconds"] >= before["wall_seconds"]
+            before = now
+    finally:
+        over.set()
+        worker.join()

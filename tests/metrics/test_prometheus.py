@@ -2,6 +2,8 @@
 
 import json
 import re
+import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,6 +50,60 @@ def test_the_last_step_and_every_worker_are_scraped(sink: PrometheusSink, tmp_pa
     assert found["olmorl_eval_of_avg_at_k"] == {("mine", "a"): 1.0}
     assert found["olmorl_worker_output_tokens_total"] == {("mine", "inference-0"): 7.0, ("mine", "inference-1"): 9.0}
     assert found["olmorl_worker_running"] == {("mine", "inference-0"): 3.0}
+
+
+NASTY = 'a "quoted" C:\\new\\table\nand a line more, = {é}'
+
+
+def test_any_name_is_a_label(tmp_path: Path) -> None:
+    """Quotes, backslashes and line breaks come out of the official parser as they went in."""
+    counters = {NASTY: {"running": 3.0}}
+    sink = PrometheusSink(host="127.0.0.1", port=0, targets=tmp_path / "t", run=NASTY, counters=lambda: counters)
+    sink.write(1, {f"reward/{NASTY}/mean": 0.25, f"eval/{NASTY}/avg_at_k": 0.5, "reward/mean": 1.0})
+    try:
+        found = scraped(f"127.0.0.1:{sink.port}")
+    finally:
+        sink.close()
+    assert found["olmorl_reward_mean"] == {(NASTY,): 1.0}
+    assert found["olmorl_reward_of_mean"] == {(NASTY, NASTY): 0.25}
+    assert found["olmorl_eval_of_avg_at_k"] == {(NASTY, NASTY): 0.5}
+    assert found["olmorl_worker_running"] == {(NASTY, NASTY): 3.0}
+
+
+def test_a_scrape_while_the_run_goes_on_is_of_one_moment(tmp_path: Path) -> None:
+    """Workers come, go and report, rows are written: no scrape fails, and no worker's counters are of two snapshots."""
+    stats: dict[str, dict[str, float]] = {}
+    sink = PrometheusSink(host="127.0.0.1", port=0, targets=tmp_path / "t", run="r", counters=lambda: stats)
+    over = threading.Event()
+
+    def run() -> None:
+        number = 0
+        while not over.is_set():
+            number += 1
+            for name in range(number % 40):
+                stats[f"inference-{name}"] = dict.fromkeys(WORKER_COUNTERS, float(number))
+            for name in range(number % 7):
+                stats.pop(f"inference-{name}", None)
+            sink.write(number, {"waste/trained": number, "waste/eval": number, f"reward/{number % 50}/mean": number})
+
+    driver = threading.Thread(target=run)
+    driver.start()
+    torn, switch = [], sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for _ in range(30):
+            found = scraped(f"127.0.0.1:{sink.port}")
+            of_step = {value for name in found if "worker" not in name for value in found[name].values()}
+            torn += [of_step] * (len(of_step) > 1)
+            for worker in found.get("olmorl_worker_steps_total", {}):
+                of_worker = {found[f"olmorl_worker_{counter}_total"].get(worker) for counter in WORKER_COUNTERS}
+                torn += [of_worker] * (len(of_worker) > 1)
+    finally:
+        sys.setswitchinterval(switch)
+        over.set()
+        driver.join()
+        sink.close()
+    assert torn == []
 
 
 def test_every_declared_metric_has_a_name_of_its_own(sink: PrometheusSink, tmp_path: Path) -> None:
