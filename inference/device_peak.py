@@ -6,14 +6,16 @@ from functools import partial
 import numpy as np
 import torch
 
-from olmorl.contract.peaks import DevicePeak, measured_peak, vendor_peak
+from olmorl.contract.peaks import DevicePeak, gpu_peak, measured_peak
 
 
 def device_peak(device: torch.device) -> DevicePeak:
     if device.type == "cpu":
         return measured_peak(torch.ones, threads=torch.get_num_threads(), products=[_compiled_product])
-    return vendor_peak(torch.cuda.get_device_name(device)) or measured_peak(
-        partial(torch.ones, device=device), synchronize=partial(torch.cuda.synchronize, device)
+    return gpu_peak(
+        torch.cuda.get_device_name(device),
+        partial(torch.ones, device=device, dtype=torch.bfloat16),
+        synchronize=partial(torch.cuda.synchronize, device),
     )
 
 

@@ -10,6 +10,7 @@ from typing import Literal
 
 import numpy as np
 
+from olmorl.contract.peaks import DevicePeak
 from olmorl.contract.weights import TensorSpec
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -257,3 +258,8 @@ class WorkerInfo:
     """of an inference worker: the longest prompt it can take"""
     attention_tokens: float = float("inf")
     """of a learner: the length at which attention costs a sample as many FLOPs as the weights do"""
+
+    @property
+    def peak(self) -> str:
+        """Of one device, and who says so: what its MFU and MBU are shares of."""
+        return str(DevicePeak(self.peak_flops, self.peak_bandwidth, self.peak_source))

@@ -1,6 +1,7 @@
 """What a run says before it is heard of again: where everything of it goes, and what starts now."""
 
 import sys
+from collections.abc import Mapping
 
 from olmorl.config.schema import Config
 from olmorl.controller.compose import Inputs
@@ -26,4 +27,14 @@ def announce(
             for one in inputs.eval
         ),
     ):
-        print(line, file=sys.stderr, flush=True)
+        _say(line)
+
+
+def announce_peaks(peaks: Mapping[str, str]) -> None:
+    """What MFU and MBU are shares of, by role."""
+    for role, peak in peaks.items():
+        _say(f"peak of a device of {role}: {peak}")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

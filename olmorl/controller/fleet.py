@@ -22,9 +22,7 @@ class Fleet:
     """as they were started; the supervisor knows which are left"""
     learners: list[Remote]
     engine_infos: list[WorkerInfo]
-    learner_peak_flops: float
-    attention_tokens: float
-    """length of a sample whose attention costs as much as its weights"""
+    learner_info: WorkerInfo
 
     @property
     def engine_peak(self) -> Peak:
@@ -32,6 +30,11 @@ class Fleet:
         info = self.engine_infos[0]
         devices = info.devices
         return Peak(flops=devices * info.peak_flops, bandwidth=devices * info.peak_bandwidth, devices=devices)
+
+    @property
+    def peaks(self) -> dict[str, str]:
+        """Of one device of each role, with its source."""
+        return {"inference": self.engine_infos[0].peak, "learner": self.learner_info.peak}
 
     async def load(self, folder: Path, *, timeout: float) -> None:
         """Every learner rank takes weights and optimizer from a checkpoint."""
@@ -53,8 +56,7 @@ async def start_fleet(config: Config, *, cluster: Cluster, placement: Placement)
         engines=engines,
         learners=learners,
         engine_infos=infos,
-        learner_peak_flops=learner_info.peak_flops,
-        attention_tokens=learner_info.attention_tokens,
+        learner_info=learner_info,
     )
 
 

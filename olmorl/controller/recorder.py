@@ -181,7 +181,7 @@ class Recorder:
             step_metrics.add_rollouts(bag, step.groups, version=step.number - 1)
             step_metrics.add_selection(bag, step.groups)
             step_metrics.add_training(
-                bag, step.reports, peak_flops=self._fleet.learner_peak_flops, seconds=step.times.step
+                bag, step.reports, peak_flops=self._fleet.learner_info.peak_flops, seconds=step.times.step
             )
             step_metrics.add_progress(bag, step.groups, seconds=step.times.step)
         for evaluation in evaluations:

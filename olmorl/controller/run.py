@@ -16,7 +16,7 @@ from typing import IO, Any, TypeVar
 from olmorl.config.dump import dump_toml
 from olmorl.config.schema import Config
 from olmorl.contract.errors import ConfigError, SyncError, WorkerLostError
-from olmorl.controller.announce import announce
+from olmorl.controller.announce import announce, announce_peaks
 from olmorl.controller.cluster import Cluster, cluster_address
 from olmorl.controller.compose import compose, load_inputs, read_beginning
 from olmorl.controller.driver_log import DriverLog
@@ -153,6 +153,8 @@ class Run:
                     scorer=self._scorer,
                 )
             )
+        if config.logging.console:
+            announce_peaks(self._session.peaks)
         with tell("the engines take the learners' weights", seconds=config.sync.timeout_seconds):
             self._do(self._session.start())
 

@@ -153,7 +153,7 @@ class Session:
             num_ranks=len(self._fleet.learners),
             tokens_per_micro_batch=self._config.learner.tokens_per_micro_batch,
             num_mini_batches=self._config.optim.mini_batches,
-            attention_tokens=self._fleet.attention_tokens,
+            attention_tokens=self._fleet.learner_info.attention_tokens,
         )
         deadline = self._config.learner.step_timeout_seconds
         with self._learner_time.during("training"):
@@ -239,8 +239,13 @@ class Session:
         self._recorder.lost(self._service.lost_tokens)
         self._recorder.close_books(received_tokens=self._service.tokens_received, pending_tokens=self._pending_tokens)
 
+    @property
+    def peaks(self) -> dict[str, str]:
+        """What MFU and MBU are shares of, by role."""
+        return self._fleet.peaks
+
     def summary(self, exit_reason: str) -> dict[str, Any]:
-        return self._recorder.summary(steps=self.version, exit_reason=exit_reason)
+        return {**self._recorder.summary(steps=self.version, exit_reason=exit_reason), "peaks": self.peaks}
 
     async def close(self) -> None:
         """Stop everything that still runs in the background; a checkpoint under way may first be completed."""

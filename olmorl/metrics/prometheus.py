@@ -56,8 +56,8 @@ def exported_names() -> set[str]:
 
 
 class PrometheusSink(Collector):
-    """`counters` gives each worker's newest counters, in a mapping that may change while it is read; those of one worker
-    are one snapshot, which is replaced and never changed. Port 0 takes a free one.
+    """`counters` gives each worker's newest counters, in a mapping that may change while it is read; those of one
+    worker are one snapshot, which is replaced and never changed. Port 0 takes a free one.
 
     The address is written to `targets` in the form of Prometheus' file_sd, so that its configuration need not know it.
     """

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from olmorl.contract.errors import ConfigError
-from olmorl.contract.peaks import VENDOR_PEAKS
+from olmorl.contract.peaks import vendor_peak
 from olmorl.planner.shape import ModelShape
 
 
@@ -21,15 +21,22 @@ class Device:
     dollars_per_hour: float = 0.0
 
 
-_MEMORY_AND_PRICE = {"A100": (80e9, 1.5), "H100": (80e9, 2.5), "H200": (141e9, 3.2), "B200": (180e9, 5.0)}
-"""Bytes, and dollars an hour: round numbers for comparisons, to be replaced by one's own."""
-
-DEVICES = {
-    name.lower(): Device(
-        name=name.lower(), flops=flops, bandwidth=bandwidth, memory=memory, dollars_per_hour=dollars_per_hour
+def _known(short: str, name: str, *, memory: float, dollars_per_hour: float) -> Device:
+    peak = vendor_peak(name)
+    assert peak is not None, f"{name} is not in the table of vendors' figures"
+    return Device(
+        name=short, flops=peak.flops, bandwidth=peak.bandwidth, memory=memory, dollars_per_hour=dollars_per_hour
     )
-    for name, (flops, bandwidth) in VENDOR_PEAKS.items()
-    for memory, dollars_per_hour in [_MEMORY_AND_PRICE[name]]
+
+
+DEVICES = {  # prices are round numbers for comparisons, to be replaced by one's own
+    known.name: known
+    for known in (
+        _known("a100", "A100-SXM4-80GB", memory=80e9, dollars_per_hour=1.5),
+        _known("h100", "H100 80GB HBM3", memory=80e9, dollars_per_hour=2.5),
+        _known("h200", "H200", memory=141e9, dollars_per_hour=3.2),
+        _known("b200", "B200", memory=180e9, dollars_per_hour=5.0),
+    )
 }
 
 

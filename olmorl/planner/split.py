@@ -70,10 +70,10 @@ def device_to_split(nodes: Sequence[Node]) -> str:
     kinds = gpu_types(nodes)
     if not kinds:
         raise ConfigError(f"cluster.split = 'auto' divides GPUs, and there are none here; {MEND}")
-    known = [name for name in DEVICES if name in kinds[0].lower()]
-    if len(kinds) > 1 or not known:
+    kind = kinds[0].lower().removesuffix("-80g")  # as Ray may tell one A100 from the other
+    if len(kinds) > 1 or kind not in DEVICES:
         raise ConfigError(
             f"cluster.split = 'auto' plans for GPUs of one kind, {', '.join(DEVICES)}; here are {', '.join(kinds)}; "
             f"{MEND}"
         )
-    return known[0]
+    return kind

@@ -12,7 +12,7 @@ from olmorl.metrics.rollout_log import read_rollouts
 pytestmark = pytest.mark.timeout(600)  # several runs in one test, on whatever machine
 
 STEPS = 8
-EXPECTED = ("step ", "eval at step ", "run directory: ", "400 steps of ", "starting ", "evaluation set ")
+EXPECTED = ("step ", "eval at step ", "run directory: ", "400 steps of ", "starting ", "evaluation set ", "peak of ")
 
 
 def checkpoints(command: Any) -> dict[str, bool]:

@@ -43,6 +43,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory, command_in: Callable[[Pat
     assert steps == f"{STEPS} steps of 4 prompts x 4 samples, from 4,000 prompts"
     assert starting.startswith("starting 1 inference x cpu, 1 learner x cpu") and starting.endswith("logs/attempt_1")
     assert evaluating == "evaluation set heldout: 16 prompts, k = 1"
+    for role, peak in command.summary()["peaks"].items():
+        assert f"peak of a device of {role}: {peak}\n" in err and "(measured float32 product" in peak
     assert "Traceback" not in err and "never retrieved" not in err and "pending" not in err, err
     command.assert_nothing_left()
     return command

@@ -108,6 +108,9 @@ def test_no_worker_is_wider_than_a_node() -> None:
     [
         ([Node("n", 8)], "divides GPUs, and there are none here; set inference.workers and learner.workers"),
         ([Node("n", 8, 4, "L40S")], "a100, h100, h200, b200; here are L40S"),
+        ([Node("n", 8, 4, "GH200")], "a100, h100, h200, b200; here are GH200"),
+        ([Node("n", 8, 4, "GB200")], "here are GB200"),
+        ([Node("n", 8, 4, "A100-40G")], "here are A100-40G"),
         ([Node("n", 8, 4)], "here are unnamed"),
         ([Node("n", 8, 4, "H100"), Node("m", 8, 4, "A100")], "here are A100, H100"),
         ([Node("n", 8, 1, "H100")], "splits at least 2"),
@@ -127,6 +130,7 @@ def test_what_the_split_breaks_is_said() -> None:
 
 def test_doctor_says_whether_there_is_anything_to_split() -> None:
     assert check_split([Node("n", 48, 8, "H100")]).what == "placement: as the planner splits 8 h100"
+    assert check_split([Node("n", 48, 8, "A100-80G")]).what == "placement: as the planner splits 8 a100"
     assert check_split([Node("n", 48)]).status == "fail"
 
 
