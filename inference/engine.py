@@ -100,6 +100,7 @@ class Engine:
             num_parameters=self.decoder.num_resident_parameters,
             element_size=self.decoder.embedding.element_size(),
             weight_bytes=None if config.quantization is None else self.decoder.streamed_bytes,
+            head_bytes=None if config.quantization is None else self.decoder.head.nbytes,
             kv_head_bytes=self.decoder.kv_head_bytes,
         )
 
@@ -260,17 +261,19 @@ class Engine:
     def _compute(self, plan: StepPlan) -> bool:
         """Compute and draw; whether any token was drawn."""
         hidden = None
+        rows_before = self.runner.logit_rows
         drawn_ids = self._flights[-1].token_ids_R if self._flights else None
         self.clock.totals.count(plan, running=len(self.scheduler.running), slots_held=self.scheduler.slots_held)
         if plan.chunks:
             batch = self.table.batch(plan.chunks)
             hidden = self.runner.run(batch, drawn_ids)
-            flops, num_bytes = self._costs.step(batch)
             self.clock.totals.tokens_computed += len(batch.token_ids_T)
-            self.clock.totals.flops += flops
-            self.clock.totals.bytes += num_bytes
+            self.clock.totals.spend(self._costs.body(batch))
             record_prompt_logprobs(plan, hidden, self.runner)
         drawing, logits = self._logits(plan, hidden)
+        rows = self.runner.logit_rows - rows_before
+        self.clock.totals.logit_rows += rows
+        self.clock.totals.spend(self._costs.head(rows))
         for sequence, count in plan.chunks:
             self.scheduler.computed(sequence, count - len(sequence.draft))
         if drawing:

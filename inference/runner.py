@@ -42,6 +42,8 @@ class Runner:
         self.decoder = decoder
         self.config = config
         self._tell = tell
+        self.logit_rows = 0
+        """made so far"""
         graphs = config.graphs and decoder.capturable
         null = int(graphs)  # one block more than is ever handed out
         windows = None if config.num_window_blocks is None else config.num_window_blocks + null
@@ -113,6 +115,7 @@ class Runner:
         self.decoder.logits(torch.empty(shape, dtype=self.decoder.dtype, device=self.decoder.device))
 
     def _head(self, hidden_RM: torch.Tensor) -> torch.Tensor:
+        self.logit_rows += len(hidden_RM)
         if self._tell is not None:
             self._tell("follow_head", len(hidden_RM))
         return self.decoder.logits(hidden_RM)

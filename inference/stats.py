@@ -1,6 +1,7 @@
 """What the engine counts, each step in O(1): totals that only grow, and the two physical costs of a step.
 
-Bytes and FLOPs follow docs/numerics.md: weights are read once a step, keys and values once for each query token.
+Bytes and FLOPs follow docs/numerics.md: weights are read once a step, keys and values once for each query token, and
+the head is computed for the rows whose logits are wanted alone.
 """
 
 import threading
@@ -27,6 +28,8 @@ class EngineStats:
     """steps that computed any prompt token"""
     tokens_computed: int = 0
     """rows that went through the decoder: prefilled, recomputed and decoded"""
+    logit_rows: int = 0
+    """rows that the head was computed for: of a prompt the last token's alone, unless its logprobs are asked for"""
     busy_seconds: float = 0.0
     prefill_seconds: float = 0.0
     """of the busy ones, those of steps that computed any prompt token; likewise the next two of `flops` and `bytes`"""
@@ -68,6 +71,11 @@ class EngineStats:
         self.prefill_tokens_computed += prefill
         self.prefill_steps += prefill > 0
 
+    def spend(self, cost: tuple[float, float]) -> None:
+        """(FLOPs, bytes) of something computed."""
+        self.flops += cost[0]
+        self.bytes += cost[1]
+
     def judged(self, drafted: int, accepted: int) -> None:
         """A draft, by the draws behind it."""
         self.verifications += 1
@@ -85,22 +93,30 @@ class CostModel:
         num_parameters: int,
         element_size: int,
         weight_bytes: int | None = None,
+        head_bytes: int | None = None,
         kv_head_bytes: int | None = None,
     ) -> None:
-        """`weight_bytes` every step reads and `kv_head_bytes` of a key or value of one head, where they are not of
-        `element_size`. A product counts as two FLOPs in any precision."""
-        embedding = 0 if arch.tied else arch.vocab_size * arch.hidden_size
-        self.active_parameters = num_parameters - embedding
+        """`weight_bytes` that a step with logits reads, `head_bytes` of those of the head, and `kv_head_bytes` of a key
+        or value of one head, where they are not of `element_size`. A product counts as two FLOPs in any precision."""
+        self.head_parameters = arch.vocab_size * arch.hidden_size
+        self.body_parameters = num_parameters - self.head_parameters * (1 if arch.tied else 2)
         self.row_bytes = arch.hidden_size * element_size
-        self.weight_bytes = self.active_parameters * element_size if weight_bytes is None else weight_bytes
+        self.head_bytes = self.head_parameters * element_size if head_bytes is None else head_bytes
+        self.body_bytes = self.body_parameters * element_size
+        if weight_bytes is not None:
+            self.body_bytes = weight_bytes - self.head_bytes
         self.kv_bytes_per_layer = 2 * arch.num_kv_heads * (kv_head_bytes or arch.head_dim * element_size)
         self.flops_per_pair = 4 * arch.num_heads * arch.head_dim
         windows = [layer.window for layer in arch.layers]
         self.layers_of_window = {window: windows.count(window) for window in set(windows)}
         self.num_layers = len(windows)
 
-    def step(self, batch: StepBatch) -> tuple[float, float]:
-        """(FLOPs, bytes)"""
+    def head(self, rows: int) -> tuple[float, float]:
+        """(FLOPs, bytes) of the logits of so many rows, made in one step."""
+        return 2.0 * self.head_parameters * rows, float(self.head_bytes if rows else 0)
+
+    def body(self, batch: StepBatch) -> tuple[float, float]:
+        """(FLOPs, bytes) of a step up to the last hidden states."""
         tokens = len(batch.token_ids_T)
         context_T = batch.positions_T + 1
         pairs = reads = 0
@@ -108,9 +124,9 @@ class CostModel:
             seen_T = context_T if window is None else np.minimum(context_T, window)
             pairs += layers * int(seen_T.sum())
             reads += layers * int(seen_T[batch.chunk_ends_C - 1].sum())  # one pass over the context a chunk
-        flops = 2.0 * self.active_parameters * tokens + float(self.flops_per_pair) * pairs
+        flops = 2.0 * self.body_parameters * tokens + float(self.flops_per_pair) * pairs
         kv = float(self.kv_bytes_per_layer) * (reads + tokens * self.num_layers)
-        return flops, self.weight_bytes + tokens * self.row_bytes + kv
+        return flops, self.body_bytes + tokens * self.row_bytes + kv
 
 
 class StatsClock:

@@ -8,6 +8,7 @@ Parameters are held in float32, whatever the compute dtype: an update of 1e-6 is
 Shapes: N tokens of a packed micro-batch, R positions to be scored, E width.
 """
 
+import logging
 import math
 
 import numpy as np
@@ -22,9 +23,13 @@ from learner.attention import ATTENTION_NAME, DocumentLayout, register
 from learner.logprobs import chunked_logprobs
 from olmorl.contract.errors import ModelError
 
+log = logging.getLogger(__name__)
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PROBE_TOKENS = 4
 PROBE_TOLERANCE = 1e-2  # nats; behind a first token float32 itself may be some 1e-3 off
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # config keys: of a layer
+EXPERTS_OF_A_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k")
 LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling")  # config keys of heads we do not compute
 
 
@@ -38,6 +43,8 @@ class PolicyModel(nn.Module):
         self.num_parameters = _count(causal_lm)
         self.num_head_parameters = _count(head)
         self.num_body_parameters = self.num_parameters - _count(embedding) - (0 if tied else _count(head))
+        self.num_body_parameters -= _count_idle_experts(causal_lm)
+        """that a token is multiplied with: of experts those it is sent to"""
 
     @property
     def config(self) -> PreTrainedConfig:
@@ -231,6 +238,28 @@ def layer_windows(config: PreTrainedConfig) -> list[int | None]:
 def _attended_pairs(length: int, window: int | None) -> int:
     reach = length if window is None else min(window, length)
     return reach * (reach + 1) // 2 + (length - reach) * reach
+
+
+def _count_idle_experts(causal_lm: PreTrainedModel) -> int:
+    """Parameters of those experts that a token is not sent to."""
+    layers = [module for name, module in causal_lm.named_modules() if name.rpartition(".")[2] == "experts"]
+    if not layers:
+        return 0
+    in_all, of_a_token = (_first_number(causal_lm.config, keys) for keys in (EXPERTS, EXPERTS_OF_A_TOKEN))
+    if in_all is None or of_a_token is None:
+        log.warning(
+            "%s does not say in its config how many experts a token is sent to (%s): its FLOPs, and the learner's MFU, "
+            "count all of them",
+            type(causal_lm).__name__,
+            ", ".join(EXPERTS_OF_A_TOKEN),
+        )
+        return 0
+    return sum(map(_count, layers)) * (in_all - of_a_token) // in_all
+
+
+def _first_number(config: PreTrainedConfig, keys: tuple[str, ...]) -> int | None:
+    values = (getattr(config, key, None) for key in keys)
+    return next((value for value in values if isinstance(value, int)), None)
 
 
 def _count(module: nn.Module) -> int:

@@ -129,7 +129,8 @@ def decode(bench: Bench, shape: ModelShape, *, batches: list[int], context: int,
         step, pools = random_step(decoder, [(context, 1)] * batch)
         seconds = bench.seconds(captured(_decode_work(decoder, step, pools), bench.device))
         peak = device_peak(bench.device)
-        moved = _costs(decoder).step(step)[1]
+        costs = _costs(decoder)
+        moved = costs.body(step)[1] + costs.head(batch)[1]
         goal = 70.0 if batch == goal_at else None
         note = f"{seconds * 1e3:.2f} ms, of {peak.source}"
         yield Row(what, 100 * moved / seconds / peak.bandwidth, "% MBU", goal, note)
@@ -153,8 +154,7 @@ def prefill(bench: Bench, shape: ModelShape, *, tokens: int) -> Iterator[Row]:
     step, pools = random_step(decoder, [(0, tokens)])
     seconds = bench.seconds(lambda: decoder.forward(step, pools))
     peak = device_peak(bench.device)
-    # The head computes one row of a prompt only; the cost model counts it for every token.
-    flops = _costs(decoder).step(step)[0] - 2.0 * decoder.head.numel() * tokens
+    flops = _costs(decoder).body(step)[0]
     note = f"{tokens / seconds:,.0f} tokens/s, of {peak.source}"
     yield Row(f"prefill {shape.name}, {tokens} tokens", 100 * flops / seconds / peak.flops, "% MFU", note=note)
 

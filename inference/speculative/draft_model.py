@@ -11,7 +11,7 @@ there is a function of the same tokens.
 Suffixes: T tokens, R rows.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -25,11 +25,11 @@ from inference.scheduler import StepPlan
 from inference.speculative.acceptance import Acceptance
 from inference.speculative.speculation import Speculation
 from inference.staged_update import stage_tensors
-from inference.step_batch import BlockTable, StepBatch, make_batch
+from inference.stats import CostModel, EngineStats
+from inference.step_batch import BlockTable, make_batch
 
 _LEAST = 0.4
 """a token that is less likely to be reached and right is not worth a step of the draft model"""
-Count = Callable[[StepBatch], None]
 Chunk = tuple[Sequence, int, int]
 """a sequence, its first token to compute, and how many"""
 
@@ -52,16 +52,18 @@ class DraftModel(Speculation):
         max_draft: int,
         step_tokens: int,
         max_tokens_per_step: int,
-        count: Count,
+        costs: CostModel,
+        totals: EngineStats,
     ) -> None:
-        """`count` is told of every batch that the draft model computes."""
+        """What the draft model computes is added to `totals`, by its `costs`."""
         super().__init__(max_draft=max_draft, step_tokens=step_tokens)
         self.decoder = decoder
         self._runner = Runner(decoder, runner)
         self._gpu_sampler = new_gpu_sampler(decoder)
         self._block_size = runner.block_size
         self._max_tokens = max_tokens_per_step
-        self._count = count
+        self._costs = costs
+        self._totals = totals
 
     @torch.inference_mode()
     def update_weights(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -104,6 +106,7 @@ class DraftModel(Speculation):
                 end += count
                 ends.append(end - 1)
             logits_RV = self._runner.logits(hidden_TM, ends, [])
+            self._totals.spend(self._costs.head(len(ends)))
             batch = sampling.batch(drafting, behind_drafts=True)
             drawn = sample(logits_RV, batch, self.decoder.team, self._gpu_sampler)
             for sequence, token in zip(drafting, drawn.token_ids_R.tolist(), strict=True):
@@ -133,7 +136,7 @@ class DraftModel(Speculation):
             ends.append(len(tokens))
             sequence.drafting.num_computed += count
         batch = make_batch(tokens, positions, rows, ends, table.table_RW, block_size=self._block_size)
-        self._count(batch)
+        self._totals.spend(self._costs.body(batch))
         return self._runner.run(batch)
 
 

@@ -7,7 +7,6 @@ from inference.speculative.draft_model import DraftModel
 from inference.speculative.speculation import Speculation
 from inference.speculative.suffix_drafts import SuffixDrafts
 from inference.stats import CostModel, EngineStats
-from inference.step_batch import StepBatch
 from olmorl.contract.errors import ConfigError
 from olmorl.contract.generation import EngineConfig
 
@@ -35,11 +34,7 @@ def new_speculation(config: EngineConfig, target: Decoder, *, num_blocks: int, t
     costs = CostModel(
         decoder.arch, num_parameters=decoder.num_parameters, element_size=decoder.embedding.element_size()
     )
-
-    def count(batch: StepBatch) -> None:
-        flops, num_bytes = costs.step(batch)
-        totals.flops += flops
-        totals.bytes += num_bytes
-
     runner = RunnerConfig(num_blocks=num_blocks, block_size=config.block_size)
-    return DraftModel(decoder, runner, **limits, max_tokens_per_step=config.max_tokens_per_step, count=count)
+    return DraftModel(
+        decoder, runner, **limits, max_tokens_per_step=config.max_tokens_per_step, costs=costs, totals=totals
+    )

@@ -141,7 +141,7 @@ def _warm_up(llm: "LLM", group: Group) -> None:
 
 def _run(llm: "LLM") -> tuple[Spent, Spent, list[list[float]]]:
     """Steps that only decoded, steps that computed any token of a prompt, and of each step: tokens computed, FLOPs,
-    seconds."""
+    seconds, rows of logits."""
     decode, prefill = Spent(), Spent()
     profile: list[list[float]] = []
     now, stats = time.perf_counter(), llm.stats()
@@ -154,6 +154,6 @@ def _run(llm: "LLM") -> tuple[Spent, Spent, list[list[float]]]:
         spent.seconds += now - then
         spent.flops += stats["flops"] - before["flops"]
         spent.bytes += stats["bytes"] - before["bytes"]
-        tokens = stats["tokens_computed"] - before["tokens_computed"]
-        profile.append([tokens, stats["flops"] - before["flops"], round(now - then, 7)])
+        tokens, flops, rows = (stats[name] - before[name] for name in ("tokens_computed", "flops", "logit_rows"))
+        profile.append([tokens, flops, round(now - then, 7), rows])
     return decode, prefill, profile

@@ -88,13 +88,15 @@ class EngineCost:
     slowdown: float = 1.0
     """multiplies every step"""
 
-    def step_seconds(self, *, tokens: int, sequences: int, pairs: float, reads: float) -> float:
+    def step_seconds(
+        self, *, tokens: int, sequences: int, pairs: float, reads: float, drawn: int | None = None
+    ) -> float:
         """`tokens` computed, which attend to `pairs` keys all together; `reads` keys are read for that, each
-        sequence's once."""
+        sequence's once. Behind `drawn` of them a token is drawn; None: behind all."""
         reduce = 2 * self.shape.num_layers * self.reduce_latency if self.tensor_parallel > 1 else 0.0
         if self.measured is not None:
             return self.slowdown * (self.measured.seconds(tokens, pairs) / self.tensor_parallel + reduce)
-        compute = self.shape.flops(tokens, pairs) / (self.device.flops * self.compute_efficiency)
+        compute = self.shape.flops(tokens, pairs, drawn=drawn) / (self.device.flops * self.compute_efficiency)
         memory = self.shape.step_bytes(reads) / (self.device.bandwidth * self.bandwidth_efficiency)
         busy = max(compute, memory) / self.tensor_parallel
         return self.slowdown * (busy + reduce + self.step_overhead + sequences * self.sequence_overhead)
@@ -136,7 +138,7 @@ class LearnerCost:
         flops = 0.0
         for lengths in groups:
             pairs = before + sum(sum_seen(shape, prompt + n) - before for n in lengths)
-            flops += self.passes * shape.flops(prompt + sum(lengths), pairs)
+            flops += self.passes * shape.flops(prompt + sum(lengths), pairs, drawn=sum(lengths))
         return self.step_overhead + flops / (self.device.flops * self.ranks * self.efficiency)
 
 

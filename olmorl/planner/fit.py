@@ -35,11 +35,13 @@ def measured_device(bench: Mapping[str, Any], like: Device | None = None) -> Dev
 
 
 def step_curve(shape: ModelShape, profile: list[list[float]]) -> StepCurve:
-    """Least squares over steps of [tokens computed, FLOPs, seconds]."""
+    """Least squares over steps of [tokens computed, FLOPs, seconds, rows of logits]. Without the last, as files of old
+    have it, the head was counted for every token."""
     if len(profile) < 8:
         raise ConfigError(f"the benchmark made {len(profile)} steps; at least 8 tell what a step costs")
-    tokens_N, flops_N, seconds_N = np.array(profile, np.float64).T
-    keys_N = (flops_N - shape.flops(1, 0) * tokens_N) / shape.flops(0, 1)
+    tokens_N, flops_N, seconds_N = np.array([step[:3] for step in profile], np.float64).T
+    weights_N = np.array([shape.flops(step[0], 0, drawn=step[3] if len(step) > 3 else None) for step in profile])
+    keys_N = (flops_N - weights_N) / shape.flops(0, 1)
     usual_N = seconds_N <= _usual(tokens_N, seconds_N)
     tokens_N, keys_N, seconds_N = tokens_N[usual_N], np.maximum(keys_N[usual_N], 0.0), seconds_N[usual_N]
     knots = _knots(np.unique(tokens_N))

@@ -99,9 +99,12 @@ class ModelShape:
         full_share = _full_share(self.windows)
         return full_share * context + (1 - full_share) * window
 
-    def flops(self, tokens: float, attended: float) -> float:
-        """Of `tokens` tokens that attend to `attended` tokens all together (as `seen` counts)."""
-        return 2.0 * self.active_parameters * tokens + 4.0 * self.num_layers * self.num_heads * self.head_dim * attended
+    def flops(self, tokens: float, attended: float, *, drawn: float | None = None) -> float:
+        """Of `tokens` tokens that attend to `attended` tokens all together (as `seen` counts); the head computes
+        `drawn` of them, None being all."""
+        head = self.vocab_size * self.hidden_size
+        body = 2.0 * (self.active_parameters - head) * tokens + 2.0 * head * (tokens if drawn is None else drawn)
+        return body + 4.0 * self.num_layers * self.num_heads * self.head_dim * attended
 
     def step_bytes(self, reads: float) -> float:
         """Of a step that reads the weights once and the keys and values of `reads` tokens (as `seen` counts)."""

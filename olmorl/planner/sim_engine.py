@@ -201,7 +201,7 @@ class SimEngine:
         if leap is None:
             return
         running = len(self.scheduler.running)
-        self._count(leap.steps, leap.seconds, running, running, leap.seen, leap.seen)
+        self._count(leap.steps, leap.seconds, running, running, running, leap.seen, leap.seen)
         lookahead.leap(self.scheduler, leap.steps)
         self.totals.output_tokens += leap.steps * running
         self._finish([s for s in self.scheduler.running if s.num_tokens >= s.max_tokens])
@@ -224,9 +224,11 @@ class SimEngine:
         drawing = [s for s, count in plan.chunks if s.num_computed + count == s.num_tokens]
         drawing += [s for s, _ in plan.starts]
         tokens = sum(count for _, count in plan.chunks)
-        seconds = self._cost.step_seconds(tokens=tokens, sequences=len(plan.chunks), pairs=pairs, reads=reads)
+        seconds = self._cost.step_seconds(
+            tokens=tokens, sequences=len(plan.chunks), pairs=pairs, reads=reads, drawn=len(drawing)
+        )
         self.totals.preemptions += plan.num_preempted
-        self._count(1, seconds, len(plan.chunks) + len(plan.starts), tokens, pairs, reads)
+        self._count(1, seconds, len(plan.chunks) + len(plan.starts), tokens, len(drawing), pairs, reads)
         for sequence, count in plan.chunks:
             self.scheduler.computed(sequence, count)
         for sequence in drawing:
@@ -248,7 +250,9 @@ class SimEngine:
             self.idle_since = self._clock.now
         self._on_finished(sequence.request.tag, sequence)
 
-    def _count(self, steps: int, seconds: float, used: int, tokens: int, pairs: float, reads: float) -> None:
+    def _count(
+        self, steps: int, seconds: float, used: int, tokens: int, drawn: int, pairs: float, reads: float
+    ) -> None:
         totals, shape = self.totals, self._cost.shape
         totals.steps += steps
         totals.busy_seconds += steps * seconds
@@ -258,5 +262,5 @@ class SimEngine:
         totals.live_batch_sum += steps * len(self.scheduler.running)
         pool = self.scheduler.allocator
         totals.kv_used_sum += steps * (1 - pool.num_free / pool.num_blocks)
-        totals.flops += steps * shape.flops(tokens, pairs)
+        totals.flops += steps * shape.flops(tokens, pairs, drawn=drawn)
         totals.bytes += steps * shape.step_bytes(reads)

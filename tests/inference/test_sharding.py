@@ -92,7 +92,7 @@ def test_bytes_of_a_step_count_what_all_ranks_read() -> None:
     )
     per_head = 2 * ARCH.head_dim * 4
     moved = (6 + 5) + 6 * 2  # what the two layers read, and what they write
-    assert replicated.step(batch)[1] - one.step(batch)[1] == (4 - 2) * per_head * moved
+    assert replicated.body(batch)[1] - one.body(batch)[1] == (4 - 2) * per_head * moved
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])

@@ -68,8 +68,14 @@ def step(*chunks: tuple[int, int]) -> Any:
     )
 
 
+def cost(model: CostModel, *chunks: tuple[int, int], rows: int) -> tuple[float, float]:
+    """(FLOPs, bytes) of a step that makes so many rows of logits."""
+    (flops, num_bytes), (head_flops, head_bytes) = model.body(step(*chunks)), model.head(rows)
+    return flops + head_flops, num_bytes + head_bytes
+
+
 def test_qwen25_7b_decodes_16_sequences_of_8000() -> None:
-    flops, num_bytes = qwen().step(step(*[(7999, 8000)] * 16))
+    flops, num_bytes = cost(qwen(), *[(7999, 8000)] * 16, rows=16)
     read_once = QWEN25_7B - 152064 * 3584  # of the embedding only the rows looked up
     assert read_once == 7_070_619_136
     kv = 2 * 28 * 4 * 128 * 2  # bytes a token: keys and values, layers, heads, head size, bfloat16
@@ -79,40 +85,75 @@ def test_qwen25_7b_decodes_16_sequences_of_8000() -> None:
     assert flops == 2 * read_once * 16 + 4 * 28 * 28 * 128 * 16 * 8000
 
 
+QWEN_HEAD = 152064 * 3584
+QWEN_BODY = QWEN25_7B - 2 * QWEN_HEAD
+
+
 def test_qwen25_7b_prefills_2048() -> None:
-    flops, num_bytes = qwen().step(step((0, 2048)))
+    """The head is computed behind the last token alone; for every token it would be 8 % more."""
+    flops, num_bytes = cost(qwen(), (0, 2048), rows=1)
     pairs = 2048 * 2049 // 2  # causal
-    assert flops == 2 * 7_070_619_136 * 2048 + 4 * 28 * 28 * 128 * pairs
+    assert flops == 2 * QWEN_BODY * 2048 + 2 * QWEN_HEAD + 4 * 28 * 28 * 128 * pairs
+    assert cost(qwen(), (0, 2048), rows=2048)[0] / flops == pytest.approx(1.081, abs=0.001)
     assert num_bytes == 7_070_619_136 * 2 + 2048 * 3584 * 2 + (2048 + 2048) * 57_344  # read once, and written
 
 
+def test_the_middle_of_a_prompt_needs_no_head() -> None:
+    flops, num_bytes = cost(qwen(), (0, 512), rows=0)
+    assert flops == 2 * QWEN_BODY * 512 + 4 * 28 * 28 * 128 * 512 * 513 // 2
+    assert num_bytes == QWEN_BODY * 2 + 512 * 3584 * 2 + (512 + 512) * 57_344
+
+
 def test_a_chunk_reads_its_context_once_and_decoding_beside_it_its_own() -> None:
-    flops, num_bytes = qwen().step(step((1000, 1100), (4999, 5000)))
+    flops, num_bytes = cost(qwen(), (1000, 1100), (4999, 5000), rows=2)
     assert num_bytes == 7_070_619_136 * 2 + 101 * 3584 * 2 + (1100 + 5000) * 57_344 + 101 * 57_344
     pairs = sum(range(1001, 1101)) + 5000
-    assert flops == 2 * 7_070_619_136 * 101 + 4 * 28 * 28 * 128 * pairs
+    assert flops == 2 * QWEN_BODY * 101 + 2 * QWEN_HEAD * 2 + 4 * 28 * 28 * 128 * pairs
 
 
 def test_olmo3_7b_reads_no_further_than_its_windows() -> None:
-    flops, num_bytes = olmo3().step(step((19_999, 20_000)))
+    flops, num_bytes = cost(olmo3(), (19_999, 20_000), rows=1)
     read_once = OLMO3_7B - 100278 * 4096
     kv_a_layer = 2 * 32 * 128 * 2
     seen = 8 * 20_000 + 24 * 4096  # every fourth layer sees everything
     assert num_bytes == read_once * 2 + 4096 * 2 + kv_a_layer * (seen + 32)
     assert flops == 2 * read_once + 4 * 32 * 128 * seen
-    assert olmo3().step(step((99, 100)))[0] == 2 * read_once + 4 * 32 * 128 * 32 * 100, "shorter than the window"
+    assert cost(olmo3(), (99, 100), rows=1)[0] == 2 * read_once + 4 * 32 * 128 * 32 * 100, "shorter than the window"
 
 
 def test_a_tied_head_is_read_as_the_head_it_is() -> None:
-    flops, num_bytes = smollm().step(step((99, 100)))
+    flops, num_bytes = cost(smollm(), (99, 100), rows=1)
     assert num_bytes == LLAMA_135M * 4 + 576 * 4 + 2 * 30 * 3 * 64 * 4 * (100 + 1)
     assert flops == 2 * LLAMA_135M + 4 * 30 * 9 * 64 * 100
 
 
+@pytest.mark.parametrize("prompt_logprobs", [False, True])
+@pytest.mark.parametrize("chunk", [3, 64])
+def test_an_engine_counts_the_logits_that_it_made(tmp_path: Path, chunk: int, prompt_logprobs: bool) -> None:
+    """A prompt of 10, in chunks or whole, and three samples of two tokens: the head is computed once a token drawn."""
+    config = LlamaConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, eos_token_id=None, tie_word_embeddings=False,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    llm = LLM(tmp_path, max_num_seqs=8, kv_cache_tokens=256, max_tokens_per_step=chunk, overlap=False)
+    params = SamplingParams(n=3, max_tokens=2, ignore_eos=True, prompt_logprobs=prompt_logprobs)
+    llm.generate([list(range(1, 11))], params)
+    stats, head = llm.stats(), 96 * 32
+    rows = 3 * 2 + (9 if prompt_logprobs else 0)
+    assert stats["logit_rows"] == rows and stats["tokens_computed"] == 10 + 3
+    body = llm.engine.decoder.num_parameters - 2 * head
+    pairs = 10 * 11 // 2 + 3 * 11
+    assert stats["flops"] == 2 * body * 13 + 2 * head * rows + 4 * 2 * 4 * 8 * pairs
+    if chunk == 64:
+        moved = 13 * 32 * 4 + 2 * 2 * 2 * 8 * 4 * ((10 + 3 * 11) + 13)
+        assert stats["bytes"] == 2 * 4 * (body + head) + moved, "two steps, each of which reads all weights once"
+
+
 def test_samples_that_share_a_prompt_prefill_it_once() -> None:
     """The prompt's chunk is there once; each sample's own tokens read the whole context, as attention does."""
-    alone = qwen().step(step((0, 500)))[0]
-    shared = qwen().step(step((0, 500), *[(500, 501)] * 7))[0] - alone
+    alone = cost(qwen(), (0, 500), rows=1)[0]
+    shared = cost(qwen(), (0, 500), *[(500, 501)] * 7, rows=8)[0] - alone
     assert shared == 7 * (2 * 7_070_619_136 + 4 * 28 * 28 * 128 * 501)
 
 
@@ -143,8 +184,14 @@ def test_quantised_rows_are_read_as_bytes_and_a_float_head_as_floats(
     assert decoder().streamed_bytes == 30 * rows + floats + 4 * head
     assert decoder(quantize_head=True).streamed_bytes == 30 * rows + floats + 49152 * of_576
     assert decoder(quantize_head=True).num_parameters == LLAMA_135M, "a copy of the embedding adds none"
-    costs = CostModel(arch, num_parameters=LLAMA_135M, element_size=4, weight_bytes=decoder().streamed_bytes)
-    flops, num_bytes = costs.step(step((99, 100)))
+    costs = CostModel(
+        arch,
+        num_parameters=LLAMA_135M,
+        element_size=4,
+        weight_bytes=decoder().streamed_bytes,
+        head_bytes=decoder().head.nbytes,
+    )
+    flops, num_bytes = cost(costs, (99, 100), rows=1)
     assert num_bytes == 30 * rows + floats + 4 * head + 576 * 4 + 2 * 30 * 3 * 64 * 4 * (100 + 1)
     assert flops == 2 * LLAMA_135M + 4 * 30 * 9 * 64 * 100
 

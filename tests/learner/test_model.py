@@ -1,14 +1,18 @@
 """The packed policy says what transformers says of each document alone."""
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config
 
+import learner.model
 from learner.attention import DocumentLayout
-from learner.model import attention_tokens, decoder_layers, forward_flops, layer_windows, load_policy
+from learner.model import PolicyModel, attention_tokens, decoder_layers, forward_flops, layer_windows, load_policy
 from olmorl.contract.errors import ModelError
 from tests.learner.conftest import SHAPE
 
@@ -56,6 +60,47 @@ def test_flops_count_products_and_attended_pairs(model_folder: Callable[[str], s
     body = sum(p.numel() for p in policy.parameters()) - embedding - head
     expected = 2 * body * 17 + 2 * head * 5 + 4 * 32 * (pairs_windowed + pairs_full)
     assert forward_flops(policy, ((0, 10), (0, 4), (6, 3)), num_scored=5) == expected
+
+
+MIXTURES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 40,
+        "mlp_only_layers": [0],
+        "head_dim": 8,
+    },
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "flex_olmo": {"num_experts": 8, "num_experts_per_tok": 3},
+    "ernie4_5_moe": {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 40, "moe_num_shared_experts": 1},
+}
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_flops_count_the_experts_that_a_token_is_sent_to(tmp_path: Path, family: str) -> None:
+    """Against torch's own count of matrix products, where norms are left out; attention is in neither."""
+    causal_lm = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SHAPE, **MIXTURES[family]))
+    causal_lm.save_pretrained(tmp_path)
+    policy = load_policy(str(tmp_path))
+    policy.causal_lm.set_experts_implementation("eager")  # torch does not count grouped products
+    tokens, scored = torch.arange(17), torch.arange(1, 17)
+    layout = DocumentLayout.from_starts(np.array([0, 17]), device=CPU)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        policy(tokens, tokens, layout, scored_R=scored, context_R=scored - 1, temperature=1.0)
+    products = sum(count for name, count in counter.get_flop_counts()["Global"].items() if "mm" in str(name))
+    attention = 4 * 32 * 2 * 17 * 18 / 2  # heads of 8, two layers
+    ours = forward_flops(policy, ((0, 17),), num_scored=16)
+    assert ours - attention == pytest.approx(products, rel=0.03)
+
+
+def test_a_mixture_that_does_not_say_how_many_experts_it_asks_counts_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    causal_lm = AutoModelForCausalLM.from_config(AutoConfig.for_model("mixtral", **SHAPE, **MIXTURES["mixtral"]))
+    monkeypatch.setattr(learner.model, "EXPERTS_OF_A_TOKEN", ("another_name",))
+    policy = PolicyModel(causal_lm)
+    assert policy.num_body_parameters == policy.num_parameters - 2 * policy.num_head_parameters
+    assert "count all of them" in caplog.text
 
 
 def test_attention_tokens_are_where_attention_costs_as_much_as_the_weights(model_folder: Callable[[str], str]) -> None:

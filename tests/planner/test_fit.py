@@ -27,8 +27,9 @@ def profile(steps: int = 600, *, noise: float = 0.0) -> list[list[float]]:
     made = []
     for _ in range(steps):
         tokens = rng.randint(1, 24)
-        pairs = tokens * rng.uniform(20, 2000)
-        made.append([tokens, SHAPE.flops(tokens, pairs), truth(tokens, pairs) * (1 + noise * rng.gauss(0, 1))])
+        pairs, rows = tokens * rng.uniform(20, 2000), rng.randint(0, tokens)
+        seconds = truth(tokens, pairs) * (1 + noise * rng.gauss(0, 1))
+        made.append([tokens, SHAPE.flops(tokens, pairs, drawn=rows), seconds, rows])
     return made
 
 
@@ -36,6 +37,12 @@ def test_a_curve_is_what_was_measured() -> None:
     curve = step_curve(SHAPE, profile(noise=0.05))
     for tokens, pairs in ((1, 400.0), (6, 900.0), (12, 9000.0), (24, 100.0)):
         assert curve.seconds(tokens, pairs) == pytest.approx(truth(tokens, pairs), rel=0.05), tokens
+
+
+def test_a_benchmark_of_old_counted_the_head_for_every_token() -> None:
+    made = [[tokens, SHAPE.flops(tokens, 0) + flops - SHAPE.flops(tokens, 0, drawn=rows), seconds]
+            for tokens, flops, seconds, rows in profile()]  # fmt: skip
+    assert step_curve(SHAPE, made).seconds(16, 1000.0) == pytest.approx(truth(16, 1000.0), rel=0.02)
 
 
 def test_a_hiccup_of_the_machine_is_no_cost() -> None:
@@ -73,7 +80,7 @@ def test_a_learner_has_a_rate_and_what_a_step_costs_beside_it() -> None:
     lengths = [[30, 50], [20]]
     shared, apart = cost.train_seconds(40, lengths), cost.train_seconds(40, [[30], [50], [20]])
     assert shared < apart, "a prompt is computed once for its group"
-    one = 3 * SHAPE.flops(40 + 20, 60 * 61 / 2) / 5e10
+    one = 3 * SHAPE.flops(40 + 20, 60 * 61 / 2, drawn=20) / 5e10
     assert cost.train_seconds(40, [[20]]) == pytest.approx(0.3 + one)
     with pytest.raises(ConfigError, match="olmorl bench learner"):
         fitted_learner(SHAPE, {"seconds": 1.0})

@@ -38,7 +38,7 @@ def test_a_measured_learner_takes_what_was_measured(tmp_path: Path) -> None:
     bench = {"flops": 8e14, "seconds": 4.25, "short_flops": 2e14, "short_seconds": 1.25, "peak_tflops": 500}
     (tmp_path / "learner.json").write_text(json.dumps(bench))
     learner = asked(learner_bench=tmp_path / "learner.json").run.learner
-    flops = 3 * learner.shape.flops(40, 40 * 41 / 2)
+    flops = 3 * learner.shape.flops(40, 40 * 41 / 2, drawn=20)
     assert learner.train_seconds(20, [[20]]) == pytest.approx(0.25 + flops / 2e14)
 
 
