@@ -1,7 +1,10 @@
-"""Weights & Biases: the same metrics, on their own x axis.
+"""Weights & Biases: the same metrics, on their own x axis, one row a step.
 
 wandb is a convenience, so it may fail without the run failing: a start that does not work is one warning and no sink.
-Its own step must only grow and counts every log call; ours is the metric `progress/step`, which survives a resume.
+
+The axis is `progress/step`, and wandb's own step is the same number: both only grow, over all attempts of a run. wandb
+takes nothing back, so a step that a resume repeats is not logged again: there it stays as it was the first time, and
+metrics.jsonl has what survived.
 """
 
 import logging
@@ -28,29 +31,39 @@ WandbMode = Literal["auto", "online", "offline", "disabled"]
 class WandbSink:
     """When wandb's own process dies, one warning says so, and the run goes on without it."""
 
-    def __init__(self, run: "Run") -> None:
+    def __init__(self, run: "Run", *, last_step: Path) -> None:
+        """`last_step`: the file that holds the last step logged, by this attempt or one before."""
         self._run: Run | None = run
+        last_step.touch()
+        self._file = last_step.open("r+b", buffering=0)
+        self._last = int(self._file.read() or -1)
         run.define_metric("progress/step")
         run.define_metric("*", step_metric="progress/step")
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
-        self._log({**metrics, "progress/step": step})
+        if step > self._last:
+            self._last = step
+            self._file.seek(0)
+            self._file.write(f"{step:12d}".encode())  # before: a kill here costs a row, and none is there twice
+            self._try(lambda run: run.log({**metrics, "progress/step": step}, step=step, commit=True))
 
     def write_samples(self, version: int, samples: Mapping[str, Sequence[RolloutRow]]) -> None:
-        """A table for each set: the first sample of its first prompts, the same at every version."""
+        """A table for each set, in the row of the step: the first sample of its first prompts, the same at every
+        version."""
+        if version <= self._last:
+            return
         import wandb
 
+        tables = {}
         for name, rows in samples.items():
-            shown = [row for row in rows if row.sample == 0][:TABLE_ROWS]
-            table = wandb.Table(columns=list(TABLE_COLUMNS), data=[_table_row(row, version) for row in shown])
-            self._log({f"eval/{name}/samples": table, "progress/step": version})
+            shown = [_table_row(row, version) for row in rows if row.sample == 0][:TABLE_ROWS]
+            tables[f"eval/{name}/samples"] = wandb.Table(columns=list(TABLE_COLUMNS), data=shown)
+        self._try(lambda run: run.log(tables, step=version, commit=False))
 
     def close(self) -> None:
         self._try(lambda run: run.finish())
         self._run = None
-
-    def _log(self, row: dict[str, Any]) -> None:
-        self._try(lambda run: run.log(row))
+        self._file.close()
 
     def _try(self, work: "Callable[[Run], object]") -> None:
         if self._run is None:
@@ -99,7 +112,7 @@ def open_wandb(
             error,
         )
         return None
-    return WandbSink(run)
+    return WandbSink(run, last_step=directory / "wandb" / "last_step")
 
 
 def resolve_mode(mode: WandbMode) -> Literal["online", "offline", "disabled"]:

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
+from olmorl.metrics.names import is_declared
 from olmorl.metrics.rollout_log import read_rollouts
 
 pytestmark = pytest.mark.timeout(600)  # several runs in one test, on whatever machine
 
 STEPS = 8
+SAMPLES = "eval/heldout/samples/"
 EXPECTED = ("step ", "eval at step ", "run directory: ", "400 steps of ", "starting ", "evaluation set ", "peak of ")
 
 
@@ -21,8 +23,8 @@ def checkpoints(command: Any) -> dict[str, bool]:
     return {folder.name: (folder / "COMPLETE").exists() for folder in folders}
 
 
-def test_kill_and_resume(command: Any, checks: Any) -> None:
-    settings = [f"run.steps={STEPS}", "checkpoint.every=3", "eval.every=3"]
+def test_kill_and_resume(command: Any, checks: Any, wandb_history: Any) -> None:
+    settings = [f"run.steps={STEPS}", "checkpoint.every=3", "eval.every=3", "logging.wandb=offline"]
     process = command.start(*settings)
     command.wait_for(lambda: command.has_row(4) and checkpoints(command).get("step_000003", False), process)
     assert len(command.processes()) > 5, "the search for processes finds too few"
@@ -50,6 +52,28 @@ def test_kill_and_resume(command: Any, checks: Any) -> None:
     seeds = {row.prompt_id: row.seed for row in read_attempt(command, 1)}
     again = [row for row in redone.values() if row.prompt_id in seeds]
     assert again and all(row.seed == seeds[row.prompt_id] for row in again), "another seed for the same occurrence"
+    check_curves(command, wandb_history(command.directory))
+
+
+def check_curves(command: Any, history: list[dict[str, Any]]) -> None:
+    """What wandb has of both attempts, killed while step 4 was logged: one run whose axes only grow."""
+    runs = [path.name for path in command.directory.glob("wandb/offline-run-*")]
+    assert len(runs) == 2 and len({name.split("-")[3] for name in runs}) == 1
+    steps = [row["progress/step"] for row in history]
+    assert steps == [row["_step"] for row in history] == sorted(set(steps))
+    assert set(range(STEPS + 1)) - {4} <= set(steps)
+    assert [
+        name for row in history for name in row if not name.startswith(("_", SAMPLES)) and not is_declared(name)
+    ] == []
+    promised = {
+        "reward/mean",
+        "throughput/goodput",
+        "engine/slot_waste",
+        "time/step",
+        "sync/stall_seconds",
+        "waste/trained",
+    }
+    assert all(promised <= row.keys() for row in history if row["progress/step"] > 0)
 
 
 @pytest.mark.soak

@@ -149,9 +149,11 @@ import sys
 from pathlib import Path
 from olmorl.metrics.wandb_sink import open_wandb
 
-for step in (1, 2):
+for attempt, steps in enumerate(((0, 1, 2, 3), (2, 3, 4), (4, 5))):
     sink = open_wandb(Path(sys.argv[1]), project="p", name="n", mode="offline", config={"run": {"seed": 0}})
-    sink.write(step, {"reward/mean": 0.5})
+    for step in steps:
+        sink.write_samples(step, {"a": []})
+        sink.write(step, {"reward/mean": 0.5, "optim/lr": attempt})
     sink.close()
     sink.close()
 assert "torch" not in sys.modules, "wandb brought torch into the driver"
@@ -159,12 +161,19 @@ assert "torch" not in sys.modules, "wandb brought torch into the driver"
 
 
 def test_a_resumed_run_goes_on_in_wandb(tmp_path: Path, wandb_history: History) -> None:
-    """In a process of its own: wandb leaves threads and hooks behind."""
+    """Both axes only grow, also where an attempt repeats steps of the one before. In a process of its own: wandb leaves
+    threads and hooks behind."""
     subprocess.run([sys.executable, "-c", _WANDB_SCRIPT, str(tmp_path)], check=True, timeout=120)
     run_id = (tmp_path / "wandb" / "run_id").read_text().strip()
     runs = list((tmp_path / "wandb").glob(f"offline-run-*-{run_id}*"))  # a second one within a second has a suffix
     assert len(runs) == len(list((tmp_path / "wandb").glob("offline-run-*"))) > 0, "another id is another run"
-    assert [row["progress/step"] for row in wandb_history(tmp_path)] == [1, 2]
+    history = wandb_history(tmp_path)
+    assert [(row["progress/step"], row["_step"], row["optim/lr"]) for row in history] == [
+        *((step, step, 0) for step in (0, 1, 2, 3)),
+        (4, 4, 1),
+        (5, 5, 2),
+    ]
+    assert all("eval/a/samples/_type" in row for row in history)
 
 
 _SAMPLES_SCRIPT = """
@@ -184,8 +193,8 @@ def row(prompt, sample):
         t_first_token=0.0, t_finished=0.0, t_trained=None, prompt="1+1=", ground_truth="2", verdict_detail="why",
     )
 sink = open_wandb(Path(sys.argv[1]), project="p", name="n", mode="auto", config={})
-sink.write(3, {"eval/a/avg_at_k": 0.75})
 sink.write_samples(3, {"a": [row(prompt, sample) for prompt in range(40) for sample in range(2)]})
+sink.write(3, {"eval/a/avg_at_k": 0.75})
 sink.close()
 """
 
@@ -212,23 +221,23 @@ def test_samples_of_evaluations_reach_wandb(
         "verdict_detail": "why",
     }
     assert [row["text"] for row in rows] == [f"answer {prompt}.0" for prompt in range(16)]
-    history = wandb_history(tmp_path)
-    assert history[0]["eval/a/avg_at_k"] == 0.75
-    assert history[1]["eval/a/samples/_type"] == "table-file" and history[1]["eval/a/samples/nrows"] == 16
-    assert [row["progress/step"] for row in history] == [3, 3]
+    [only] = wandb_history(tmp_path)
+    assert only["eval/a/avg_at_k"] == 0.75 and only["progress/step"] == 3
+    assert only["eval/a/samples/_type"] == "table-file" and only["eval/a/samples/nrows"] == 16
 
 
-def test_wandb_that_dies_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_wandb_that_dies_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Died:
         def define_metric(self, *names: str, **options: str) -> None:
             pass
 
-        def log(self, row: dict[str, float]) -> None:
+        def log(self, row: dict[str, float], **options: object) -> None:
             raise ConnectionResetError("its process is gone")
 
-        finish = log
+        def finish(self) -> None:
+            raise ConnectionResetError("its process is gone")
 
-    sink = WandbSink(Died())  # type: ignore[arg-type]
+    sink = WandbSink(Died(), last_step=tmp_path / "last_step")  # type: ignore[arg-type]
     with caplog.at_level(logging.WARNING):
         for step in (1, 2):
             sink.write(step, STEP)
