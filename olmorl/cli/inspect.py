@@ -11,7 +11,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from olmorl.contract.errors import ConfigError
-from olmorl.dashboard.run_data import RunData
+from olmorl.dashboard.run_data import RolloutsOf, RunData
 from olmorl.dashboard.samples import read_group, step_groups
 
 _LIKELY = ((-0.1, ""), (-0.7, "yellow"), (-2.0, "dark_orange"), (float("-inf"), "bold red"))
@@ -21,29 +21,35 @@ _CONTROLS = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n
 _CONTROLS |= {0x7F: 0x2421, **dict.fromkeys(range(0x80, 0xA0), 0xFFFD)}
 
 
-def inspect(directory: Path, *, step: int | None, prompt: str | None, colour: str, limit: int) -> None:
-    """Print the groups of `step` (else of the newest), or those of one prompt over all steps."""
+def inspect(
+    directory: Path, *, step: int | None, prompt: str | None, colour: str, limit: int, of: RolloutsOf = "rollouts"
+) -> None:
+    """Print the groups of `step` (else of the newest), or those of one prompt over all steps; with `of` "evals" those
+    of evaluations."""
     run = RunData(directory)
-    steps = run.rollout_steps()
+    steps, what = run.rollout_steps(of), "rollouts" if of == "rollouts" else "evaluations"
     if not steps:
-        raise ConfigError(f"{directory} has no rollouts{_why_none(run)}")
+        why = _why_none(run) if of == "rollouts" else " yet; with logging.rollouts = false it never will"
+        raise ConfigError(f"{directory} has no {what}{why}")
     if step is not None and step not in steps:
-        raise ConfigError(f"{directory} has no rollouts of step {step}; there are steps {steps[0]} to {steps[-1]}")
+        raise ConfigError(f"{directory} has no {what} of step {step}; there are {_steps(steps)}")
     wanted = [step] if step is not None else steps if prompt is not None else steps[-1:]
     console = Console(highlight=False)
     shown = 0
     for number in wanted:
-        for group in step_groups(run, number):
+        for group in step_groups(run, number, of):
             if prompt is not None and group["prompt_id"] != prompt:
                 continue
             if shown == limit:
                 console.print(f"… more; --limit {2 * limit} shows them")
                 return
-            _show(console, read_group(run, number, group["prompt_id"]), step=number, colour=colours(colour))
+            where = f"step {number}" if of == "rollouts" else f"evaluation of version {number}"
+            _show(console, read_group(run, number, group["prompt_id"], of), where=where, colour=colours(colour))
             shown += 1
     if not shown:
+        others = "; those of evaluations are shown with --eval" if of == "rollouts" else ""
         raise ConfigError(
-            f"no rollouts of prompt {prompt!r} in {directory}; without --prompt the newest step is listed"
+            f"no {what} of prompt {prompt!r} in {directory}; without --prompt the newest step is listed{others}"
         )
 
 
@@ -56,8 +62,11 @@ def _why_none(run: RunData) -> str:
     why = " yet: samples are written with the step that is trained next, and none is so far"
     if reason := run.summary.get("exit_reason"):
         why = f": it ended before a step was trained ({reason})"
-    evals = run.directory / "evals"
-    return why + (f". Samples of its evaluation are in {evals}" if evals.is_dir() else "")
+    return why + (". Samples of its evaluations: --eval" if run.rollout_steps("evals") else "")
+
+
+def _steps(steps: list[int]) -> str:
+    return f"steps {steps[0]} to {steps[-1]}" if len(steps) > 8 else "steps " + ", ".join(map(str, steps))
 
 
 def printable(text: str) -> str:
@@ -65,10 +74,10 @@ def printable(text: str) -> str:
     return text.translate(_CONTROLS)
 
 
-def _show(console: Console, group: dict[str, Any], *, step: int, colour: Callable[[dict[str, Any], int], str]) -> None:
+def _show(console: Console, group: dict[str, Any], *, where: str, colour: Callable[[dict[str, Any], int], str]) -> None:
     mean = "unscored" if group["mean_reward"] is None else f"mean reward {group['mean_reward']:.3f}"
     source = f" · {printable(group['source'])}" if group["source"] else ""
-    console.rule(Text(f"step {step} · {group['prompt_id']}{source} · {mean}"))
+    console.rule(Text(f"{where} · {group['prompt_id']}{source} · {mean}"))
     console.print(printable(group["prompt"]), markup=False, style="dim")
     if group["ground_truth"]:
         console.print(f"ground truth: {printable(group['ground_truth'])}", markup=False, style="dim")

@@ -243,11 +243,14 @@ def inspect(
         Colour, typer.Option(help="What colours a token; ratio: the learner's probability over the engine's.")
     ] = Colour.logprob,
     limit: Annotated[int, typer.Option(help="Groups shown at most.", min=1)] = 8,
+    of_eval: Annotated[
+        bool, typer.Option("--eval", help="Of evaluations; a step is then the one that made the version.")
+    ] = False,
 ) -> None:
     """Read rollouts, a group side by side."""
     from olmorl.cli.inspect import inspect as show
 
-    show(run_dir, step=step, prompt=prompt, colour=colour.value, limit=limit)
+    show(run_dir, step=step, prompt=prompt, colour=colour.value, limit=limit, of="evals" if of_eval else "rollouts")
 
 
 @app.command()
@@ -257,14 +260,17 @@ def replay(
         str, typer.Argument(metavar="ROLLOUT_ID", help="Of its rollouts; `olmorl inspect` shows them.")
     ],
     device: Annotated[str | None, typer.Option(help="cpu or cuda; that of the run if not given.")] = None,
+    step: Annotated[
+        int | None, typer.Option(help="Of an evaluation's, the version; the newest that has it if not given.")
+    ] = None,
 ) -> None:
-    """Draw a rollout of a run again.
+    """Draw a rollout of a run again, or one of its evaluations.
 
     From its record and the weights of its versions; exit code 1 where a token comes out another.
     """
     from olmorl.cli.replay import replay
 
-    raise typer.Exit(replay(run_directory, rollout_id, device=device))
+    raise typer.Exit(replay(run_directory, rollout_id, device=device, step=step))
 
 
 @app.command()

@@ -9,11 +9,12 @@ import numpy as np
 from olmorl.config.load import load_config
 from olmorl.contract.errors import ConfigError
 from olmorl.contract.generation import OBSERVED, KvEvent
+from olmorl.controller.evaluate import eval_params
 from olmorl.controller.fleet import engine_config
 from olmorl.controller.loop import training_params
 from olmorl.controller.placement import plan_placement
 from olmorl.controller.run_directory import RunDirectory
-from olmorl.dashboard.run_data import RunData
+from olmorl.dashboard.run_data import RolloutsOf, RunData
 from olmorl.dashboard.samples import versions_of
 from olmorl.metrics.rollout_log import RolloutRow, read_rollouts
 
@@ -21,10 +22,13 @@ if TYPE_CHECKING:
     from inference.rollout_replay import RecordedTurn
 
 
-def replay(run_directory: Path, rollout_id: str, *, device: str | None) -> int:
-    """The exit code. ConfigError: no such rollout, or weights that are no longer there."""
+def replay(run_directory: Path, rollout_id: str, *, device: str | None, step: int | None = None) -> int:
+    """The exit code. ConfigError: no such rollout, or weights that are no longer there.
+
+    An evaluation draws under the same ids at each version: `step` says which, else it is the newest.
+    """
     directory = RunDirectory(run_directory)
-    row = _find(directory, rollout_id)
+    row, of = _find(RunData(directory.path), rollout_id, step)
     config = load_config(directory.config_file, [f"inference.device={device}"] if device else [])
     assert row.seed is not None, f"{rollout_id} was drawn without a seed, which no run does"
     from inference.rollout_replay import needed_versions, replay_rollout
@@ -38,14 +42,18 @@ def replay(run_directory: Path, rollout_id: str, *, device: str | None) -> int:
             f"checkpoint.keep_versions = {config.checkpoint.keep_versions} keeps so many newest ones, beside those of "
             "checkpoints"
         )
+    if of == "evals":
+        params, where = eval_params(config, n=row.sample + 1, seed=row.seed), f"the evaluation of version {row.step}"
+    else:
+        params, where = training_params(config, seed=row.seed), f"step {row.step}"
     report = replay_rollout(
         engine_config(config, plan_placement(config)),
-        training_params(config, seed=row.seed),
+        params,
         sample=row.sample,
         turns=turns,
         weights=lambda version: read_weights(places[version] or Path()),
     )
-    print(f"{rollout_id} of step {row.step}, {_describe(row)}: {report}")
+    print(f"{rollout_id} of {where}, {_describe(row)}: {report}")
     return 0 if report.divergence is None else 1
 
 
@@ -58,14 +66,16 @@ def _describe(row: RolloutRow) -> str:
     )
 
 
-def _find(directory: RunDirectory, rollout_id: str) -> RolloutRow:
-    run = RunData(directory.path)
-    for step in reversed(run.rollout_steps()):
-        for row in read_rollouts(run.rollouts_file(step), rollout_id=rollout_id):
-            return row
+def _find(run: RunData, rollout_id: str, step: int | None) -> tuple[RolloutRow, RolloutsOf]:
+    folders: tuple[RolloutsOf, ...] = ("rollouts", "evals")
+    for of in folders:
+        for number in reversed(run.rollout_steps(of)):
+            if step in (None, number):
+                for row in read_rollouts(run.rollouts_file(number, of), rollout_id=rollout_id):
+                    return row, of
     raise ConfigError(
-        f"{directory.path} has no rollout {rollout_id!r}; `olmorl inspect` shows those of the newest step, and --step "
-        "those of another"
+        f"{run.directory} has no rollout {rollout_id!r}{'' if step is None else f' of step {step}'}; `olmorl inspect` "
+        "shows those of the newest step, --step those of another, and --eval those of evaluations"
     )
 
 

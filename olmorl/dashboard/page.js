@@ -107,11 +107,12 @@ function show() {
     element("div", { class: "tile" }, element("span", { text: tile.name }), element("b", { text: tile.value }))));
   newest.charts.filter(chart => !byId(`card-${chart.id}`)).forEach(card);
   drawAll().catch(error => { byId("trouble").textContent = error.message; });
-  const which = byId("which"), chosen = which.value;
-  if (which.options.length !== newest.steps.length) {
-    which.replaceChildren(...[...newest.steps].reverse().map(step => element("option", { value: step, text: step })));
-    if (newest.steps.map(String).includes(chosen)) which.value = chosen;
-  }
+  const which = byId("which"), chosen = which.value, { rollouts, evals } = newest.steps;
+  if (which.options.length === rollouts.length + evals.length) return;
+  const options = (of, steps) => [...steps].reverse().map(step => element("option", { value: `step=${step}&of=${of}`, text: step }));
+  which.replaceChildren(...options("rollouts", rollouts));
+  if (evals.length) which.append(element("optgroup", { label: "evaluations" }, ...options("evals", evals)));
+  if ([...which.options].some(option => option.value === chosen)) which.value = chosen;
 }
 
 // Rollouts
@@ -133,7 +134,7 @@ async function loadRollouts() {
   const step = byId("which").value, turn = ++asked;
   if (!step) return message("no rollouts yet", "none");
   try {
-    const groups = await ask(`/rollouts?step=${encodeURIComponent(step)}`);
+    const groups = await ask(`/rollouts?${step}`);
     if (turn === asked) byId("groups").replaceChildren(...groups.map(group => groupCard(step, group)));
   } catch (error) {
     if (turn === asked) message(error.message, "trouble");
@@ -149,7 +150,7 @@ function groupCard(step, group) {
     const body = element("div", { class: "says", text: "loading" });
     card.append(body);
     try {
-      const whole = await ask(`/rollouts?step=${encodeURIComponent(step)}&prompt=${encodeURIComponent(group.prompt_id)}`);
+      const whole = await ask(`/rollouts?${step}&prompt=${encodeURIComponent(group.prompt_id)}`);
       body.replaceWith(element("div", { class: "tokens", text: whole.prompt }),
         element("div", { class: "says", text: whole.ground_truth ? `ground truth: ${whole.ground_truth}` : "" }),
         element("div", { class: "samples" }, ...whole.samples.map(sampleCard)));

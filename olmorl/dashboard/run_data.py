@@ -6,7 +6,7 @@ import time
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -17,6 +17,8 @@ from olmorl.contract.generation import OBSERVED
 
 LIVE_SECONDS = 60.0  # a run that wrote nothing for so long is not called live
 TIMELINE_ROWS = 20_000  # kept of the timeline
+RolloutsOf = Literal["rollouts", "evals"]
+"""the folder: of steps, or of evaluations of the version that a step made"""
 _COLUMNS = ["version_spans", "step", "finish_reason", "fate"]
 _STEP_FILE = re.compile(r"step_(\d+)\.parquet")
 
@@ -136,7 +138,10 @@ class RunData:
     @property
     def state(self) -> tuple[object, ...]:
         """Equal as long as there is nothing new to show. Reads no file."""
-        return (self._is_fresh, *map(self._written, ("metrics.jsonl", "timeline.jsonl", "summary.json", "rollouts")))
+        return (
+            self._is_fresh,
+            *map(self._written, ("metrics.jsonl", "timeline.jsonl", "summary.json", "rollouts", "evals")),
+        )
 
     @property
     def last_sign(self) -> float:
@@ -172,12 +177,12 @@ class RunData:
         start = rows[-1]["t"] - seconds if rows else 0.0
         return [row for row in rows if row["t"] >= start]
 
-    def rollout_steps(self) -> list[int]:
-        names = (path.name for path in (self.directory / "rollouts").glob("step_*.parquet"))
+    def rollout_steps(self, of: RolloutsOf = "rollouts") -> list[int]:
+        names = (path.name for path in (self.directory / of).glob("step_*.parquet"))
         return sorted(int(found[1]) for name in names if (found := _STEP_FILE.fullmatch(name)))
 
-    def rollouts_file(self, step: int) -> Path:
-        return self.directory / "rollouts" / f"step_{step:06d}.parquet"
+    def rollouts_file(self, step: int, of: RolloutsOf = "rollouts") -> Path:
+        return self.directory / of / f"step_{step:06d}.parquet"
 
     def samples(self, count: int) -> list[StepSamples]:
         """Of the newest `count` steps whose rollouts can be read; a file is read once."""

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow.parquet as pq
 from tokenizers import Tokenizer
 
-from olmorl.dashboard.run_data import RunData
+from olmorl.dashboard.run_data import RolloutsOf, RunData
 from olmorl.metrics.rollout_log import ROLLOUT_SCHEMA, RolloutRow, read_rollouts
 
 
@@ -52,11 +52,11 @@ def _tokenizer(path: str) -> Tokenizer:
     return Tokenizer.from_file(path)
 
 
-def step_groups(run: RunData, step: int) -> list[dict[str, Any]]:
+def step_groups(run: RunData, step: int, of: RolloutsOf = "rollouts") -> list[dict[str, Any]]:
     """The groups of a step without what their samples hold: of a long step that is gigabytes."""
     rewards: dict[str, list[float | None]] = {}
     prompts: dict[str, str] = {}
-    for row in _columns(run.rollouts_file(step), "prompt_id", "prompt", "reward"):
+    for row in _columns(run.rollouts_file(step, of), "prompt_id", "prompt", "reward"):
         rewards.setdefault(row["prompt_id"], []).append(row["reward"])
         prompts.setdefault(row["prompt_id"], (row["prompt"] or "")[:120])
     return [
@@ -65,10 +65,10 @@ def step_groups(run: RunData, step: int) -> list[dict[str, Any]]:
     ]
 
 
-def read_group(run: RunData, step: int, prompt_id: str) -> dict[str, Any]:
+def read_group(run: RunData, step: int, prompt_id: str, of: RolloutsOf = "rollouts") -> dict[str, Any]:
     """One group: the prompt and its ground truth; each sample with its tokens; and of each token the logprob, policy
     version and importance ratio. Raises LookupError: the step has no such group."""
-    rows = sorted(read_rollouts(run.rollouts_file(step), prompt_id=prompt_id), key=lambda row: row.sample)
+    rows = sorted(read_rollouts(run.rollouts_file(step, of), prompt_id=prompt_id), key=lambda row: row.sample)
     if not rows:
         raise LookupError(f"no prompt {prompt_id!r} in step {step}")
     texts = token_texts(run.directory)

@@ -2,7 +2,6 @@
 the host, and nothing is written."""
 
 import asyncio
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,7 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 
 from olmorl.dashboard.charts import CHARTS
-from olmorl.dashboard.run_data import RunData
+from olmorl.dashboard.run_data import RolloutsOf, RunData
 from olmorl.dashboard.samples import read_group, step_groups
 
 _PAGE = Path(__file__).with_name("page.html")
@@ -57,12 +56,14 @@ def dashboard_app(directories: list[Path]) -> Starlette:
             step = int(request.query_params["step"])
         except (KeyError, ValueError):
             return PlainTextResponse("step must be a number, as in /rollouts?step=3", status_code=400)
-        if step not in runs[0].rollout_steps():
-            return PlainTextResponse(f"no rollouts of step {step} here", status_code=404)
+        of: RolloutsOf = "evals" if request.query_params.get("of") == "evals" else "rollouts"
+        if step not in runs[0].rollout_steps(of):
+            return PlainTextResponse(f"no {of} of step {step} here", status_code=404)
         prompt = request.query_params.get("prompt")
-        read = partial(step_groups, runs[0], step) if prompt is None else partial(read_group, runs[0], step, prompt)
         try:
-            return JSONResponse(await asyncio.to_thread(read))
+            if prompt is None:
+                return JSONResponse(await asyncio.to_thread(step_groups, runs[0], step, of))
+            return JSONResponse(await asyncio.to_thread(read_group, runs[0], step, prompt, of))
         except LookupError as error:
             return PlainTextResponse(str(error.args[0]), status_code=404)
         except (OSError, ArrowException) as error:
@@ -117,7 +118,7 @@ def _charts(runs: list[RunData]) -> str:
                     for run in runs
                 ],
                 "tiles": _tiles(runs[0]),
-                "steps": runs[0].rollout_steps(),
+                "steps": {"rollouts": runs[0].rollout_steps(), "evals": runs[0].rollout_steps("evals")},
                 "charts": charts,
             }
         )

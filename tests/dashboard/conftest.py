@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,17 @@ def a_sample(step: int, prompt: int, sample: int, rng: np.random.Generator) -> R
     )
 
 
+def an_answer(version: int, prompt: int, rng: np.random.Generator) -> RolloutRow:
+    """Of an evaluation: the ids are the same at every version."""
+    row = a_sample(version, prompt, 0, rng)
+    name = f"heldout/0_{prompt}"
+    spans = ((version, 0, len(row.token_ids)),)
+    return replace(
+        row, rollout_id=f"{name}_0", prompt_id=name, data_source="heldout", fate="eval", version_spans=spans,
+        kv_events=((0, version, "prefill"),),
+    )  # fmt: skip
+
+
 @pytest.fixture(scope="session")
 def make_run() -> Callable[..., Path]:
     def make(folder: Path, *, steps: int, rollouts: int = 3, summary: bool = True) -> Path:
@@ -76,6 +88,9 @@ def make_run() -> Callable[..., Path]:
         for step in range(max(1, steps - rollouts + 1), steps + 1):
             rows = [a_sample(step, prompt, sample, rng) for prompt in range(3) for sample in range(4)]
             write_rollouts(folder / "rollouts" / f"step_{step:06d}.parquet", rows)
+        for version in (0, steps):
+            rows = [an_answer(version, prompt, rng) for prompt in range(2)]
+            write_rollouts(folder / "evals" / f"step_{version:06d}.parquet", rows)
         (folder / "timeline.jsonl").touch()
         write_timeline(folder / "timeline.jsonl")
         if summary:

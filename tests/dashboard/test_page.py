@@ -122,8 +122,12 @@ def test_rollouts_are_read_as_text_with_the_keyboard_alone(
     tints = {colour.split(",")[0] for colour in page.tab.evaluate(shades)}
     assert {"rgba(213", "rgba(0"} <= tints, "orange, blue"
     assert "ratio" in page.tab.get_attribute(".tokens span >> nth=0", "title")
-    page.tab.select_option("#which", "2")
+    page.tab.select_option("#which", label="2")
     page.until("document.querySelector('#groups summary').textContent.startsWith('0-2-')")
+    page.tab.select_option("#which", "step=0&of=evals")
+    page.until("document.querySelector('#groups summary').textContent.startsWith('heldout/0_0')")
+    page.tab.click("#groups summary >> nth=0")
+    page.until("document.querySelectorAll('#groups .sample').length === 1")
     page.check()
 
 

@@ -115,8 +115,25 @@ def test_inspect_says_why_there_are_no_rollouts(
     if summary:
         (tmp_path / "summary.json").write_text(json.dumps(summary))
         (tmp_path / "evals").mkdir()
+        (tmp_path / "evals" / "step_000000.parquet").touch()
     assert command(["inspect", str(tmp_path)]) == 2
     assert f"has no rollouts{says}" in capsys.readouterr().err
+
+
+def test_inspect_shows_evaluations_apart(tmp_path: Path, make_run: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    run = str(make_run(tmp_path / "run", steps=6))
+    assert command(["inspect", run, "--eval"]) == 0
+    out = capsys.readouterr().out
+    assert "evaluation of version 6 · heldout/0_0" in out and "heldout/0_1_0" in out and "0-6-0" not in out
+    assert command(["inspect", run, "--eval", "--prompt", "heldout/0_1"]) == 0
+    out = capsys.readouterr().out
+    assert [f"evaluation of version {version} · heldout/0_1" in out for version in (0, 6)] == [True, True]
+    for wrong, told in (
+        (["--eval", "--step", "3"], "no evaluations of step 3; there are steps 0, 6"),
+        (["--prompt", "heldout/0_1"], "those of evaluations are shown with --eval"),
+    ):
+        assert command(["inspect", run, *wrong]) == 2
+        assert told in " ".join(capsys.readouterr().err.split())
 
 
 def test_no_terminal_obeys_what_a_model_wrote(

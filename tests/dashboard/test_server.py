@@ -74,7 +74,11 @@ def test_what_was_read_stays_when_the_directory_goes(
     assert charts(client)["runs"][0]["status"] == "finished"
     gone(run)
     found = charts(client)
-    assert found["runs"][0]["status"] == "gone" and points(found, "reward") == 6 and found["steps"] == []
+    assert (
+        found["runs"][0]["status"] == "gone"
+        and points(found, "reward") == 6
+        and found["steps"] == {"rollouts": [], "evals": []}
+    )
     assert client.get("/rollouts?step=5").status_code == 404
 
 
@@ -96,6 +100,17 @@ def test_a_group_is_asked_for_by_its_prompt(tmp_path: Path, make_run: Make) -> N
     assert [sample["sample"] for sample in group["samples"]] == [0, 1, 2, 3]
     for query, status in (("step=5&prompt=who", 404), ("step=77", 404), ("step=x", 400), ("", 400)):
         assert client.get(f"/rollouts?{query}").status_code == status
+
+
+def test_evaluations_are_read_beside_steps(tmp_path: Path, make_run: Make) -> None:
+    client = TestClient(dashboard_app([make_run(tmp_path / "run", steps=6)]))
+    assert charts(client)["steps"] == {"rollouts": [4, 5, 6], "evals": [0, 6]}
+    groups = client.get("/rollouts?step=0&of=evals").json()
+    assert [group["prompt_id"] for group in groups] == ["heldout/0_0", "heldout/0_1"]
+    asked = {"step": 0, "of": "evals", "prompt": "heldout/0_1"}
+    [sample] = client.get("/rollouts", params=asked).json()["samples"]
+    assert sample["fate"] == "eval" and set(sample["versions"]) == {0}
+    assert client.get("/rollouts?step=5&of=evals").status_code == 404
 
 
 def test_numbers_that_json_does_not_know_are_null(tmp_path: Path, make_run: Make) -> None:

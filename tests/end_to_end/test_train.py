@@ -91,11 +91,13 @@ def test_metrics_go_by_their_names(finished: Any) -> None:
 
 
 def test_wandb_has_the_same_names_and_values(finished: Any, wandb_history: Any) -> None:
-    """Read back from the file that wandb keeps offline; tables of samples are rows of their own."""
-    history = [row for row in wandb_history(finished.directory) if "eval/heldout/samples/_type" not in row]
-    assert [row["progress/step"] for row in history] == list(range(STEPS + 1))
+    """Read back from the file that wandb keeps offline; a table of samples is in the row of its evaluation."""
+    history = wandb_history(finished.directory)
+    assert [row["progress/step"] for row in history] == [row["_step"] for row in history] == list(range(STEPS + 1))
+    table = "eval/heldout/samples/"
+    assert [row["progress/step"] for row in history if f"{table}nrows" in row] == [0, STEPS]
     for ours, theirs in zip(finished.metrics(), history, strict=True):
-        own = {name: value for name, value in theirs.items() if not name.startswith("_")}
+        own = {name: value for name, value in theirs.items() if not name.startswith(("_", table))}
         assert own == ours and own.keys() == {name for name in own if is_declared(name)}
 
 
@@ -198,6 +200,15 @@ def test_a_rollout_can_be_drawn_again(finished: Any, capsys: pytest.CaptureFixtu
         assert cli(["replay", str(finished.directory), row.rollout_id]) == 0
         out = capsys.readouterr().out
         assert f"{row.rollout_id} of step {row.step}" in out and f"identical: {len(row.token_ids)} tokens" in out, out
+
+    for version in (0, STEPS):  # the ids are the same
+        row = read_rollouts(finished.directory / "evals" / f"step_{version:06d}.parquet")[3]
+        assert cli(["replay", str(finished.directory), row.rollout_id, "--step", str(version)]) == 0
+        out = capsys.readouterr().out
+        assert f"{row.rollout_id} of the evaluation of version {version}, 1 version" in out, out
+        assert f"identical: {len(row.token_ids)} tokens" in out, out
+    assert cli(["replay", str(finished.directory), row.rollout_id, "--step", "3"]) == 2
+    assert f"no rollout '{row.rollout_id}' of step 3;" in capsys.readouterr().err
 
     gone = next(row for row in rows if 2 in {version for version, _, _ in row.version_spans})
     assert cli(["replay", str(finished.directory), gone.rollout_id]) == 2
