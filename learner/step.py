@@ -43,6 +43,7 @@ class TrainState:
     skipped_steps: int = 0
     """optimizer steps left out since the run began because loss or gradient was not finite"""
     skipped_in_a_row: int = 0
+    """training steps without a single optimizer step, up to now; passes over a batch that is broken are one"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +60,9 @@ class _Sums:
     flops: float = 0.0
     denominator: float = 0.0
     norms: list[float] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
     stepped: int = 0
+    skipped: list[str] = field(default_factory=list)
+    """what loss and gradient of each optimizer step were that was left out"""
     old_logprobs: list[Tensor] = field(default_factory=list)
     """of each micro-batch"""
 
@@ -77,8 +79,11 @@ def train_step(state: TrainState, batch: RankBatch, *, config: LearnerConfig, de
     fixed = [_fixed_logprobs(state, mini, sums, config, device, steps=config.epochs * len(trained)) for mini in trained]
     for _ in range(config.epochs):
         for mini, fixed_of_mini in zip(trained, fixed, strict=True):
-            finite = _optimizer_step(state, batch.version, mini, fixed_of_mini, sums, config, device, lr=lr)
-            _count(state, batch, sums, config, finite=finite)
+            _optimizer_step(state, batch.version, mini, fixed_of_mini, sums, config, device, lr=lr)
+    if sums.skipped:
+        _account_for_skipped(state, batch, sums, config)
+    elif trained:
+        state.skipped_in_a_row = 0
     metrics = _metrics(sums) if trained else {}
     state.version += 1
     metrics |= {"optim/lr": lr, "optim/skipped_steps": float(state.skipped_steps)}
@@ -126,8 +131,8 @@ def _optimizer_step(
     device: torch.device,
     *,
     lr: float,
-) -> bool:
-    """Returns whether loss and gradient were finite, and so the optimizer stepped."""
+) -> None:
+    """Left out when loss or gradient is not finite."""
     denominator = config.loss_denominator or mini.num_loss_tokens
     loss = torch.zeros((), dtype=torch.float64, device=device)
     for micro, known in zip(mini.micro_batches, fixed, strict=True):
@@ -135,13 +140,14 @@ def _optimizer_step(
     dist.all_reduce(loss)
     norm = gradient_norm(state.policy)
     sums.denominator += denominator
-    sums.losses.append(loss.item() / denominator)
     sums.norms.append(norm.item())
-    finite = math.isfinite(sums.losses[-1]) and math.isfinite(sums.norms[-1])
-    if finite:
+    mean = loss.item() / denominator
+    if math.isfinite(mean) and math.isfinite(sums.norms[-1]):
         step_optimizer(state.optimizer, state.policy, lr=lr, norm=norm, max_norm=config.max_grad_norm)
+        sums.stepped += 1
+    else:
+        sums.skipped.append(f"loss {mean}, gradient norm {sums.norms[-1]}")
     state.optimizer.zero_grad()
-    return finite
 
 
 def _accumulate(
@@ -183,19 +189,18 @@ def _metrics(sums: _Sums) -> dict[str, float]:
     return metrics | {"optim/grad_norm": sum(sums.norms) / len(sums.norms)}
 
 
-def _count(state: TrainState, batch: RankBatch, sums: _Sums, config: LearnerConfig, *, finite: bool) -> None:
-    """After an optimizer step, or one that was left out: then keep the batch, and stop the run after too many."""
-    if finite:
-        sums.stepped += 1
-        state.skipped_in_a_row = 0
-        return
-    state.skipped_steps += 1
-    state.skipped_in_a_row += 1
-    what = f"loss {sums.losses[-1]}, gradient norm {sums.norms[-1]} at version {batch.version}"
+def _account_for_skipped(state: TrainState, batch: RankBatch, sums: _Sums, config: LearnerConfig) -> None:
+    """Keep the batch, and stop the run after too many."""
+    state.skipped_steps += len(sums.skipped)
+    state.skipped_in_a_row = 0 if sums.stepped else state.skipped_in_a_row + 1
+    what = f"{sums.skipped[0]} at version {batch.version}"
     if config.nonfinite_dir is not None:
         file = Path(config.nonfinite_dir) / f"step_{batch.version:06d}_rank_{dist.get_rank()}.npz"
-        save_batch(batch, file)
-        what += f"; its batch is in {file}"
+        try:
+            save_batch(batch, file)
+            what += f"; its batch is in {file}"
+        except OSError as error:  # on one rank alone, and the others go on
+            what += f"; its batch could not be kept: {error}"
     if dist.get_rank() == 0:
         logger.warning("training step skipped: %s", what)
     if state.skipped_in_a_row >= config.max_nonfinite_steps:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from learner.loss import PolicyLoss, TokenBatch
+from learner.loss import PolicyLoss, TokenBatch, kl_estimate
 
 SUMS: tuple[str, ...] = ("loss", "tokens", "clipped", "importance", "rho", "capped", "banned", "kl", "entropy", "lag")
 SUMS += ("same", "same_abs_diff", "same_kl")
@@ -49,7 +49,7 @@ class TokenTotals:
             lag_R.sum(),
             same_R.sum(),
             same_diff_R.sum(),
-            (same_ratio_R.expm1() - same_ratio_R).sum(),  # the estimator of KL(engine, learner) never below 0
+            kl_estimate(-same_ratio_R, "k3").sum(),  # of KL(engine, learner)
         )
         self._sums += torch.stack([x.to(self._sums) for x in sums])
         largest_diff = same_diff_R.max() if len(same_diff_R) else torch.tensor(-torch.inf)

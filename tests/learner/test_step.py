@@ -294,6 +294,33 @@ def test_steps_that_are_not_finite_are_left_out_then_stop_the_run(
     assert_equal_batches(load_batch(files[2]), batch(3, broken=True))
 
 
+def test_passes_over_one_broken_batch_are_one_step(config: LearnerConfig, samples: list[TrainSample]) -> None:
+    """Else a single broken sample would end a run with three epochs."""
+    trainer = Trainer(replace(config, epochs=4, nonfinite_dir=None), device=CPU)
+    broken = [replace(samples[0], advantage=math.nan), *samples[1:]]
+    for version in (0, 1):
+        (batch,) = pack(broken, version=version, num_ranks=1, tokens_per_micro_batch=64)
+        report = trainer.train_step(batch)
+        assert not report.stepped and report.metrics["optim/skipped_steps"] == 4 * (version + 1)
+    (batch,) = pack(broken, version=2, num_ranks=1, tokens_per_micro_batch=64, num_mini_batches=2)
+    assert trainer.train_step(batch).stepped, "its other half is whole"
+    for version in (3, 4):
+        (batch,) = pack(broken, version=version, num_ranks=1, tokens_per_micro_batch=64)
+        trainer.train_step(batch)
+    (batch,) = pack(broken, version=5, num_ranks=1, tokens_per_micro_batch=64)
+    with pytest.raises(WorkerError, match="3 training steps in a row were not finite"):
+        trainer.train_step(batch)
+
+
+def test_a_broken_batch_that_cannot_be_kept_is_left_out_all_the_same(
+    config: LearnerConfig, samples: list[TrainSample], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    broken = [replace(samples[0], advantage=math.nan)]
+    _, report = run_step(replace(config, nonfinite_dir=str(tmp_path / "file" / "kept")), broken)
+    assert not report.stepped and "could not be kept" in caplog.text
+
+
 def assert_equal_batches(one: RankBatch, two: RankBatch) -> None:
     assert one.version == two.version and len(one.mini_batches) == len(two.mini_batches)
     for a, b in zip(one.mini_batches, two.mini_batches, strict=True):
