@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from olmorl.contract.errors import ModelError
 
@@ -137,20 +137,25 @@ class _Gather(torch.autograd.Function):
         return grads[0].new_zeros((ctx.num_places, *grads[0].shape[1:])).index_copy_(0, slots_N, grads[0]), None
 
 
+@torch.compiler.disable
 def document_attention(
     module: torch.nn.Module,
     query_1HND: Tensor,
     key_1KND: Tensor,
     value_1KND: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | int | None,
     *,
     scaling: float | None = None,
     sliding_window: int | None = None,
     layout: DocumentLayout,
     **rest: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in place of its own attention; returns [1, N, H, D]."""
-    assert attention_mask is None, "document attention masks by itself"
+    """What transformers calls in place of its own attention; returns [1, N, H, D].
+
+    Some families say their window here, all say it where they ask for a mask.
+    """
+    assert not isinstance(attention_mask, Tensor), "document attention masks by itself"
+    window = attention_mask if sliding_window is None else sliding_window
     unsupported = [name for name in ("softcap", "s_aux", "position_bias") if rest.get(name) is not None]
     if unsupported:
         raise ModelError(f"the model's attention wants {', '.join(unsupported)}, which the learner does not support")
@@ -158,7 +163,7 @@ def document_attention(
         q_XHD, k_XKD, v_XKD = (
             _Spread.apply(x[0].transpose(0, 1), layout.chain_tokens_X) for x in (query_1HND, key_1KND, value_1KND)
         )
-        out_XHD = _flash_attention(q_XHD, k_XKD, v_XKD, layout, scaling=scaling, window=sliding_window)
+        out_XHD = _flash_attention(q_XHD, k_XKD, v_XKD, layout, scaling=scaling, window=window)
         return _Gather.apply(out_XHD, layout.chain_slots_N)[None], None
     q_PHD, k_PKD, v_PKD = (
         _Spread.apply(x[0].transpose(0, 1), layout.tokens_P) for x in (query_1HND, key_1KND, value_1KND)
@@ -170,12 +175,12 @@ def document_attention(
         q_BHLD, k_BKLD, v_BKLD = (
             x[rows].unflatten(0, (documents, length)).transpose(1, 2) for x in (q_PHD, k_PKD, v_PKD)
         )
-        windowed = sliding_window is not None and sliding_window < length
+        windowed = window is not None and window < length
         out_BHLD = F.scaled_dot_product_attention(
             q_BHLD,
             k_BKLD,
             v_BKLD,
-            attn_mask=window_mask(length, sliding_window, device=q_PHD.device) if windowed else None,
+            attn_mask=window_mask(length, window, device=q_PHD.device) if windowed else None,
             is_causal=not windowed,
             scale=scaling,
             enable_gqa=q_PHD.shape[1] != k_PKD.shape[1],
@@ -213,6 +218,17 @@ def window_mask(length: int, window: int | None, *, device: torch.device) -> Ten
     return allowed_LL if window is None else allowed_LL & (distance_LL < window)
 
 
+def mask_window(*, local_size: int | None = None, use_vmap: bool = False, **rest: Any) -> int | None:
+    """What transformers calls in place of making a mask: all that document attention wants of one is the window.
+
+    `use_vmap` says that a model joins a mask of its own to the causal one.
+    """
+    if use_vmap:
+        raise ModelError("the model masks its attention in a way of its own, which the learner does not support")
+    return local_size
+
+
 def register() -> None:
-    """Make `document_attention` known to transformers under ATTENTION_NAME; harmless when done twice."""
+    """Make both known to transformers under ATTENTION_NAME; harmless when done twice."""
     AttentionInterface.register(ATTENTION_NAME, document_attention)
+    AttentionMaskInterface.register(ATTENTION_NAME, mask_window)

@@ -3,6 +3,9 @@
 Every method is collective over the ranks of the default process group.
 """
 
+import os
+import shutil
+import sys
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -12,14 +15,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from learner.agreement import patient_group
 from learner.attention import DocumentLayout
 from learner.checkpoint import CheckpointWriter, export_hugging_face, load_checkpoint
+from learner.loader import load_sharded
 from learner.loss import check_objective
-from learner.model import DTYPES, PolicyModel, load_policy, reshard, shard
+from learner.model import DTYPES, PolicyModel, reshard
 from learner.optim import build_optimizer
 from learner.step import TrainState, train_step
 from olmorl.contract.errors import ConfigError
-from olmorl.contract.training import LearnerConfig, RankBatch, ScoreRequest, StepReport
+from olmorl.contract.training import LearnerConfig, RankBatch, ScoreRequest, StepReport, check_learner_dtype
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 SCORED_TOKENS = 8192  # of one forward without gradients
@@ -35,13 +40,15 @@ class Trainer:
     """Wants the default process group to stand."""
 
     def __init__(self, config: LearnerConfig, *, device: torch.device) -> None:
-        if config.dtype not in DTYPES:
-            raise ConfigError(f"the learner's dtype is {config.dtype!r}; it must be one of {', '.join(DTYPES)}")
+        check_learner_dtype(config.dtype)
         check_objective(config)
+        if config.compile:
+            check_compiler(device)
         torch.manual_seed(config.seed)
         self.config = config
         self.device = device
         self.mesh = make_mesh(device, shard_size=config.shard_size)
+        self._patient = patient_group()
         self.policy = self._load()
         reference = None
         if config.kl_beta > 0:
@@ -50,12 +57,15 @@ class Trainer:
         self._writer = CheckpointWriter()
 
     def _load(self) -> PolicyModel:
-        policy = load_policy(
+        return load_sharded(
             self.config.model,
+            self.mesh,
+            compute_dtype=DTYPES[self.config.dtype],
             chunk_tokens=self.config.logprob_chunk_tokens,
             activation_checkpointing=self.config.activation_checkpointing,
+            compile=self.config.compile,
+            patient=self._patient,
         )
-        return shard(policy, self.mesh, compute_dtype=DTYPES[self.config.dtype])
 
     @property
     def version(self) -> int:
@@ -121,6 +131,18 @@ def pick_device(name: str, *, rank: int) -> torch.device:
     if not torch.cuda.is_available():
         raise ConfigError(f"the learner's device is {name!r}, but this process sees no CUDA device; use 'cpu'")
     return torch.device("cuda", rank % torch.cuda.device_count())
+
+
+def check_compiler(device: torch.device) -> None:
+    """ConfigError where torch.compile would find none: C++ for a CPU, C for what starts Triton's kernels on a GPU."""
+    variable = "CXX" if device.type == "cpu" else "CC"
+    usual = ("clang", "gcc") if variable == "CC" else ("clang++" if sys.platform == "darwin" else "g++",)
+    names = (os.environ[variable],) if variable in os.environ else usual
+    if not any(map(shutil.which, names)):
+        raise ConfigError(
+            f"learner.compile = true needs a compiler, and none of {', '.join(names)} is here; install one, name it in "
+            f"the environment variable {variable}, or set learner.compile = false"
+        )
 
 
 def _within(sequences: Sequence[np.ndarray], limit: int) -> Iterator[list[np.ndarray]]:

@@ -56,6 +56,7 @@ def learner(
     tokens_per_micro_batch: int = 8192,
     logprob_chunk_tokens: int = 1024,
     activation_checkpointing: bool = False,
+    compile: Annotated[bool, typer.Option("--compile", help="Decoder layers by torch.compile.")] = False,
     steps: Annotated[int, typer.Option(min=1, help="Timed training steps, after one that is not.")] = 3,
     threads: Annotated[int | None, typer.Option(help="CPU threads; all cores if not given.")] = None,
 ) -> None:
@@ -70,6 +71,7 @@ def learner(
         "device": device,
         "logprob_chunk_tokens": logprob_chunk_tokens,
         "activation_checkpointing": activation_checkpointing,
+        "compile": compile,
         "threads": threads,
     }
     figures = bench_learner(model, batch, options, tokens_per_micro_batch=tokens_per_micro_batch, steps=steps)

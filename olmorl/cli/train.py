@@ -11,6 +11,7 @@ from olmorl.config.dump import dump_toml
 from olmorl.config.load import load_config
 from olmorl.config.schema import Config
 from olmorl.contract.errors import ConfigError, PlacementError
+from olmorl.contract.training import check_learner_dtype
 from olmorl.controller.placement import Node, Placement, plan_placement, this_machine
 
 _CLUSTER = re.compile(r"(\d+)x(\d+)x(\d+)(?::(\w+))?")
@@ -66,6 +67,7 @@ def _read_cluster(text: str) -> list[Node]:
 def _load(config_path: Path, overrides: Sequence[str], nodes: Callable[[Config], Sequence[Node]]) -> Config:
     """With the planner's split of `nodes`, if it asks for that."""
     config = load_config(config_path, overrides)
+    check_learner_dtype(config.model.dtype)
     if config.cluster.split == "given":
         return config
     from olmorl.planner.split import split

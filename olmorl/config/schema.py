@@ -180,6 +180,8 @@ class LearnerSection(Section):
     step_timeout_seconds: float = Field(3600.0, gt=0)
     """how long a training step, a save or an export may take before a learner counts as lost"""
     activation_checkpointing: bool = False
+    compile: bool = False
+    """decoder layers by torch.compile, which needs a compiler for C++ (on a GPU for C); the first steps wait for it"""
     shard_size: int | None = Field(None, ge=1)
     """ranks that share one copy of the model, the others holding replicas (HSDP); None shards over all ranks"""
     logprob_chunk_tokens: int = Field(1024, ge=1)

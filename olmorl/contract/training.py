@@ -10,6 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from olmorl.contract.errors import ConfigError
+
+LEARNER_DTYPES = ("float32", "bfloat16")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSample:
@@ -101,6 +105,7 @@ class LearnerConfig:
     threads: int | None = None
     gpu_share: float = 1.0  # of the device's memory that this process may take
     activation_checkpointing: bool = False
+    compile: bool = False
     logprob_chunk_tokens: int = 1024
     shard_size: int | None = None  # ranks that share one copy of the model; None: all of them
     temperature: float = 1.0
@@ -125,3 +130,14 @@ class LearnerConfig:
     nonfinite_dir: str | None = None  # where the batch of a skipped step is kept
     seed: int = 0
     wire_dtype: str = "float32"
+
+
+def check_learner_dtype(dtype: str) -> None:
+    """ConfigError for what a learner cannot compute in. "auto" is told by the device, and never among them."""
+    if dtype == "float16":
+        raise ConfigError(
+            "a learner in float16 loses small gradients, as it does not scale its loss; set model.dtype = 'bfloat16', "
+            "or 'float32' where a device has no bfloat16"
+        )
+    if dtype not in ("auto", *LEARNER_DTYPES):
+        raise ConfigError(f"the learner's dtype is {dtype!r}; it must be one of {', '.join(LEARNER_DTYPES)}")

@@ -128,6 +128,7 @@ def learner_config(config: Config, placement: Placement) -> LearnerConfig:
         threads=placement.learner_threads,
         gpu_share=learner.gpu_share,
         activation_checkpointing=learner.activation_checkpointing,
+        compile=learner.compile,
         shard_size=learner.shard_size,
         logprob_chunk_tokens=learner.logprob_chunk_tokens,
         temperature=config.sampling.temperature,

@@ -117,6 +117,11 @@ def test_dry_run_prints_a_config_that_can_be_run(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["again.toml", "run.toml"], "it started something"
 
 
+def test_a_float16_run_is_refused_before_anything_starts(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["train", str(config), "model.dtype=float16", "--dry-run"]) == 2
+    assert "set model.dtype = 'bfloat16'" in capsys.readouterr().err
+
+
 def test_help_is_instant() -> None:
     seconds = []
     for _ in range(3):

@@ -14,8 +14,11 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, LlamaConfig, Olmo2Config, Olmo3Config
 
+from learner.pack import pack
+from learner.store import open_store
+from learner.trainer import join_ranks
 from learner.worker import LearnerWorker
-from olmorl.contract.training import LearnerConfig, TrainSample
+from olmorl.contract.training import LearnerConfig, RankBatch, TrainSample
 from olmorl.contract.weights import Manifest, SyncGroup
 
 VOCABULARY = 23
@@ -31,6 +34,20 @@ SHAPE = {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
+}
+DEEPSEEK = SHAPE | {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": None,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
 }
 CONFIGS = {
     "olmo2": lambda: Olmo2Config(**SHAPE),
@@ -102,6 +119,21 @@ def make_samples(count: int, *, seed: int, version: int = 0) -> list[TrainSample
     return samples
 
 
+def batch_of(samples: list[TrainSample], version: int) -> RankBatch:
+    return pack(samples, version=version, num_ranks=1, tokens_per_micro_batch=64)[0]
+
+
+def transformers_scores(folder: str, sequences: tuple[np.ndarray, ...]) -> list[np.ndarray]:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    scores = []
+    for sequence in sequences:
+        tokens = torch.from_numpy(sequence.astype(np.int64))
+        with torch.no_grad():
+            logprobs = model(tokens[None]).logits[0, :-1].log_softmax(-1)
+        scores.append(logprobs.gather(-1, tokens[1:, None])[:, 0].numpy())
+    return scores
+
+
 class Ranks:
     """Learner workers in processes of their own, called together."""
 
@@ -120,6 +152,22 @@ class Ranks:
 
     def close(self) -> None:
         self._threads.shutdown(wait=False)
+
+
+def in_ranks(world_size: int, work: Callable[..., Any], *args: Any) -> list[Any]:
+    """`work(*args)` of each rank, in processes of their own."""
+    store = open_store("127.0.0.1")
+    with multiprocessing.get_context("spawn").Pool(world_size) as pool:
+        ranks = [(work, rank, world_size, store.port, *args) for rank in range(world_size)]
+        calls = [pool.apply_async(_join_and, arguments) for arguments in ranks]
+        return [call.get(timeout=300) for call in calls]
+
+
+def _join_and(work: Callable[..., Any], rank: int, world_size: int, port: int, *args: Any) -> Any:
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    join_ranks(store, rank=rank, world_size=world_size, device=torch.device("cpu"))
+    return work(*args)
 
 
 @pytest.fixture

@@ -12,7 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config
 
 import learner.model
 from learner.attention import DocumentLayout
-from learner.model import PolicyModel, attention_tokens, decoder_layers, forward_flops, layer_windows, load_policy
+from learner.loader import load_policy, wrap_layers
+from learner.model import PolicyModel, attention_tokens, decoder_layers, forward_flops, layer_windows
 from olmorl.contract.errors import ModelError
 from tests.learner.conftest import SHAPE
 
@@ -26,7 +27,8 @@ def test_packed_equals_each_document_alone(
     model_folder: Callable[[str], str], family: str, checkpointing: bool
 ) -> None:
     folder = model_folder(family)
-    policy = load_policy(folder, chunk_tokens=5, activation_checkpointing=checkpointing)
+    policy = load_policy(folder, chunk_tokens=5)
+    wrap_layers(policy, activation_checkpointing=checkpointing, compile=False)
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     documents = [torch.randint(0, 23, (n,), generator=torch.Generator().manual_seed(n)) for n in LENGTHS]
     positions = torch.cat([torch.arange(n) for n in LENGTHS])
@@ -103,6 +105,15 @@ def test_a_mixture_that_does_not_say_how_many_experts_it_asks_counts_all(
     assert "count all of them" in caplog.text
 
 
+def test_flops_are_those_of_the_experts_that_a_token_is_sent_to(tmp_path: object) -> None:
+    """Two of four; the one that all tokens share is none of them."""
+    policy = load_policy(other_model(str(tmp_path), "qwen2_moe"))
+    experts = sum(p.numel() for layer in decoder_layers(policy) for p in layer.mlp.experts.parameters())
+    assert experts == 2 * 4 * 3 * 32 * 16
+    embedding = head = 23 * 32
+    assert policy.num_body_parameters == policy.num_parameters - embedding - head - experts // 2
+
+
 def test_attention_tokens_are_where_attention_costs_as_much_as_the_weights(model_folder: Callable[[str], str]) -> None:
     policy = load_policy(model_folder("olmo2"))
     length = round(attention_tokens(policy))
@@ -121,13 +132,20 @@ def test_missing_and_unsupported_models_are_refused(tmp_path: object) -> None:
         load_policy(f"{tmp_path}/gemma2")
 
 
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 OTHERS = {
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4},
-    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.5},
     "seed_oss": {"head_dim": 8, "residual_dropout": 0.5},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "modernbert-decoder": {},
     "llama4_text": {"intermediate_size_mlp": 48, "num_local_experts": 2, "head_dim": 8},
+    "mistral": {"sliding_window": 5},
+    "starcoder2": {"sliding_window": 5, "residual_dropout": 0.5},
+    "qwen2_moe": EXPERTS
+    | {"num_experts": 4, "shared_expert_intermediate_size": 16, "use_sliding_window": True, "sliding_window": 5},
+    "qwen3_moe": EXPERTS | {"num_experts": 4, "head_dim": 8, "use_sliding_window": True, "sliding_window": 5},
+    "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5},
 }
 
 
@@ -138,11 +156,18 @@ def other_model(folder: str, family: str) -> str:
     return f"{folder}/{family}"
 
 
-@pytest.mark.parametrize("family", ["gpt2", "opt", "seed_oss"])
-def test_families_that_the_engine_has_not(tmp_path: object, family: str) -> None:
-    """Lists of layers by other names, learned positions, and dropout that is no module."""
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(
+    "family", ["gpt2", "opt", "seed_oss", "mistral", "starcoder2", "qwen2_moe", "qwen3_moe", "phimoe"]
+)
+def test_families_that_the_engine_has_not(tmp_path: object, family: str, checkpointing: bool) -> None:
+    """Lists of layers by other names, learned positions, dropout that is no module, windows that only a mask tells of.
+
+    With gradients, since layers are checkpointed for these alone.
+    """
     folder = other_model(str(tmp_path), family)
     policy = load_policy(folder)
+    wrap_layers(policy, activation_checkpointing=checkpointing, compile=False)
     assert len(decoder_layers(policy)) == 2
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     tokens = torch.arange(3, 20)
@@ -152,6 +177,19 @@ def test_families_that_the_engine_has_not(tmp_path: object, family: str) -> None
     ours, _ = policy(tokens, positions, layout, scored_R=scored, context_R=scored - 1, temperature=1.0)
     theirs = plain(tokens[None, 8:]).logits[0, :-1].log_softmax(-1).gather(-1, tokens[9:, None])[:, 0]
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-5)
+    for logprobs in (ours, theirs):
+        (logprobs * torch.arange(8)).sum().backward()
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(
+            policy.hugging_face_parameters()[name].grad, parameter.grad, rtol=1e-4, atol=1e-4, msg=name
+        )
+
+
+@pytest.mark.parametrize(
+    ("family", "windows"), [("mistral", [5, 5]), ("qwen2_moe", [5, None]), ("phimoe", [5, 5]), ("gpt2", [None, None])]
+)
+def test_windows_are_counted_as_they_are_attended(tmp_path: object, family: str, windows: list[int | None]) -> None:
+    assert layer_windows(AutoConfig.from_pretrained(other_model(str(tmp_path), family))) == windows
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Learner workers in processes of their own: one rank and two do the same, and only plain errors leave them."""
 
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -152,6 +153,10 @@ def test_two_ranks_train_as_one_and_resume_as_one(
     two.call("export", str(tmp_path / "two"))
     one.export(str(tmp_path / "one"))
     assert_equal_weights(tmp_path / "one", tmp_path / "two")
+
+    broken = [replace(samples[0], advantage=math.nan), *samples[1:]]
+    assert not any(report.stepped for report in train(two, broken, version=4)), "it is on one rank alone"
+    assert all(report.stepped for report in train(two, samples, version=5))
 
 
 def test_a_worker_says_who_it_is_and_refuses_in_plain_errors(
