@@ -1,11 +1,10 @@
-"""Checkpoints that another number of ranks can resume, and the export to a Hugging Face folder.
+"""Checkpoints that another number of ranks can resume.
 
 A checkpoint is written while training goes on: `begin` copies the state to host memory, a thread writes the copy. The
-driver marks the folder complete after `finish` on every rank. An export appears under its name only when it is whole.
+driver marks the folder complete after `finish` on every rank.
 """
 
 import pickle
-import shutil
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -13,27 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from huggingface_hub import save_torch_state_dict, snapshot_download
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from learner.model import DTYPES, PolicyModel, full_tensor
 from learner.step import TrainState
 from olmorl.contract.errors import WorkerError
-from olmorl.file_mode import open_to_readers
-
-EXPORT_SHARD_BYTES = 5 * 10**9
-COPIED_FILES = (  # of the model folder, as they are
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "*.model",
-    "chat_template*",
-    "generation_config.json",
-)
 
 
 class CheckpointWriter:
@@ -116,46 +100,3 @@ def _state_dict(state: TrainState) -> dict[str, Any]:
         "random_state": torch.get_rng_state(),
     }
     return {"model": model, "optimizer": optimizer, "progress": progress}
-
-
-def export_hugging_face(
-    policy: PolicyModel, path: Path, *, source: str, dtype: str, max_shard_bytes: int = EXPORT_SHARD_BYTES
-) -> None:
-    """Write a folder that transformers loads: safetensors, config, and the tokenizer's files of `source`. Collective.
-
-    Rank 0 writes; it needs room for the whole model in `dtype`.
-    """
-    persistent = policy.causal_lm.state_dict()
-    kept = {name: buffer.cpu() for name, buffer in policy.causal_lm.named_buffers() if name in persistent}
-    tensors = kept if dist.get_rank() == 0 else {}
-    for name, parameter in policy.hugging_face_parameters().items():
-        tensor = full_tensor(parameter, dtype=DTYPES[dtype])
-        if dist.get_rank() == 0:
-            tensors[name] = tensor.to("cpu", copy=True)  # a gathered tensor may be part of a larger storage
-    if dist.get_rank() == 0:
-        partial = path.with_name(path.name + ".partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        save_torch_state_dict(tensors, partial, max_shard_size=max_shard_bytes)
-        for shard in partial.glob("*.safetensors"):
-            open_to_readers(shard)
-        config = type(policy.config).from_dict(policy.config.to_dict())
-        config.dtype = dtype
-        config.architectures = [type(policy.causal_lm).__name__]
-        config.save_pretrained(partial)
-        if policy.causal_lm.generation_config is not None:  # which the source's own file replaces
-            policy.causal_lm.generation_config.save_pretrained(partial)
-        _copy_companions(source, partial)
-        shutil.rmtree(path, ignore_errors=True)
-        partial.rename(path)
-    dist.barrier()
-
-
-def _copy_companions(source: str, target: Path) -> None:
-    folder = Path(source)
-    if not folder.is_dir():
-        folder = Path(snapshot_download(source, allow_patterns=list(COPIED_FILES)))
-    for pattern in COPIED_FILES:
-        for file in folder.glob(pattern):
-            if file.is_file():
-                shutil.copy2(file, target / file.name)

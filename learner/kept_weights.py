@@ -1,15 +1,18 @@
 """Weights of a policy version on disk, without the optimizer: written from the buckets of its update, read from there,
 from a checkpoint, or from a Hugging Face folder."""
 
+import contextlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from learner.room import not_written
 from olmorl.contract.errors import ConfigError
 from olmorl.file_mode import open_to_readers
 
@@ -17,12 +20,19 @@ _MODEL = "model.causal_lm."  # what stands before a Hugging Face name in a check
 
 
 def write_weights(path: Path, named: Iterable[tuple[str, Tensor]]) -> None:
-    """One safetensors file; it appears whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """One safetensors file; it appears whole or not at all, then with a WorkerError."""
     part = path.with_name(f".{path.name}.part")
-    save_file({name: tensor.to("cpu", copy=True) for name, tensor in named}, part)
-    open_to_readers(part)
-    part.replace(path)
+    tensors = {name: tensor.to("cpu", copy=True) for name, tensor in named}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, part)
+        open_to_readers(part)
+        part.replace(path)
+    except (OSError, SafetensorError) as error:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        raise not_written(str(path), error, folder=path.parent, num_bytes=num_bytes) from None
 
 
 def read_weights(path: Path) -> Iterator[tuple[str, Tensor]]:

@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from learner.agreement import patient_group
 from learner.attention import DocumentLayout
-from learner.checkpoint import CheckpointWriter, export_hugging_face, load_checkpoint
+from learner.checkpoint import CheckpointWriter, load_checkpoint
+from learner.export import export_hugging_face
 from learner.loader import load_sharded
 from learner.loss import check_objective
 from learner.model import DTYPES, PolicyModel, reshard
@@ -110,7 +111,9 @@ class Trainer:
         return load_checkpoint(self.state, Path(path))
 
     def export(self, path: str) -> None:
-        export_hugging_face(self.policy, Path(path), source=self.config.model, dtype=self.config.wire_dtype)
+        export_hugging_face(
+            self.policy, Path(path), source=self.config.model, dtype=self.config.wire_dtype, patient=self._patient
+        )
 
 
 def make_mesh(device: torch.device, *, shard_size: int | None) -> DeviceMesh:

@@ -1,7 +1,5 @@
 """Scoring, checkpoints and export of one rank."""
 
-import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,37 +7,19 @@ import numpy as np
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, DeepseekV3Config
 
-from learner.checkpoint import export_hugging_face
 from learner.model import PolicyModel
-from learner.pack import pack
 from learner.trainer import Trainer, pick_device
 from olmorl.contract.errors import ConfigError, WorkerError
-from olmorl.contract.training import LearnerConfig, RankBatch, ScoreRequest, TrainSample
-from tests.learner.conftest import SHAPE
+from olmorl.contract.training import LearnerConfig, ScoreRequest, TrainSample
+from tests.learner.conftest import batch_of, transformers_scores
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
-def batch_of(samples: list[TrainSample], version: int) -> RankBatch:
-    return pack(samples, version=version, num_ranks=1, tokens_per_micro_batch=64)[0]
-
-
 def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
     return {n: p.detach().full_tensor() for n, p in trainer.policy.hugging_face_parameters().items()}
-
-
-def transformers_scores(folder: str, sequences: tuple[np.ndarray, ...]) -> list[np.ndarray]:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    scores = []
-    for sequence in sequences:
-        tokens = torch.from_numpy(sequence.astype(np.int64))
-        with torch.no_grad():
-            logprobs = model(tokens[None]).logits[0, :-1].log_softmax(-1)
-        scores.append(logprobs.gather(-1, tokens[1:, None])[:, 0].numpy())
-    return scores
 
 
 def test_scores_are_raw_logprobs_in_any_run_of_sequences(
@@ -152,72 +132,6 @@ def test_a_checkpoint_that_was_cut_short_is_named(
         trainer.load(str(tmp_path / "learner"))
 
 
-@pytest.mark.parametrize("family", ["olmo2", "llama_tied", "olmo3"])
-def test_the_export_loads_in_transformers_and_says_the_same(
-    config: LearnerConfig,
-    samples: list[TrainSample],
-    model_folder: Callable[[str], str],
-    tmp_path: Path,
-    family: str,
-) -> None:
-    trainer = Trainer(replace(config, model=model_folder(family)), device=CPU)
-    trainer.train_step(batch_of(samples, 0))
-    target = tmp_path / "export" / "step_000001"
-    trainer.export(str(target))
-    trainer.export(str(target))  # again: replaces the folder as a whole
-
-    request = ScoreRequest(sequences=(np.arange(3, 20, dtype=np.int32),))
-    np.testing.assert_allclose(
-        trainer.score(request)[0], transformers_scores(str(target), request.sequences)[0], atol=1e-5
-    )
-    for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json"):
-        assert (target / name).read_bytes() == (Path(model_folder(family)) / name).read_bytes()
-    assert [path.name for path in target.parent.iterdir()] == [target.name]
-
-
-def test_a_large_model_is_exported_in_shards(config: LearnerConfig, tmp_path: Path) -> None:
-    trainer = Trainer(config, device=CPU)
-    target = tmp_path / "shards"
-    export_hugging_face(trainer.policy, target, source=config.model, dtype="float32", max_shard_bytes=20_000)
-    shards = {path.name for path in target.glob("*.safetensors")}
-    index = json.loads((target / "model.safetensors.index.json").read_text())
-    (tmp_path / "plain").touch()
-    modes = {path.stat().st_mode for path in target.iterdir()}
-    assert modes == {(tmp_path / "plain").stat().st_mode}, "whoever may read one file may read all"
-    assert len(shards) > 2 and set(index["weight_map"].values()) == shards
-    request = ScoreRequest(sequences=(np.arange(3, 20, dtype=np.int32),))
-    scores = transformers_scores(str(target), request.sequences)
-    np.testing.assert_allclose(trainer.score(request)[0], scores[0], atol=1e-5)
-
-
-def test_what_is_no_parameter_is_exported_too(config: LearnerConfig, tmp_path: Path) -> None:
-    """The bias that balances the experts of DeepSeek is a buffer."""
-    model = AutoModelForCausalLM.from_config(
-        DeepseekV3Config(
-            **(SHAPE | {"num_key_value_heads": 4}),
-            kv_lora_rank=16,
-            q_lora_rank=None,
-            qk_rope_head_dim=8,
-            qk_nope_head_dim=8,
-            v_head_dim=8,
-            n_routed_experts=4,
-            n_group=1,
-            topk_group=1,
-            num_experts_per_tok=2,
-            moe_intermediate_size=16,
-            first_k_dense_replace=1,
-        )
-    )
-    (bias,) = (buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias"))
-    bias.copy_(torch.tensor([3.0, -1.0, 2.0, 0.5]))
-    model.save_pretrained(tmp_path / "model")
-    trainer = Trainer(replace(config, model=str(tmp_path / "model")), device=CPU)
-    trainer.export(str(tmp_path / "export"))
-    request = ScoreRequest(sequences=(np.arange(3, 20, dtype=np.int32),))
-    scores = transformers_scores(str(tmp_path / "export"), request.sequences)
-    np.testing.assert_allclose(trainer.score(request)[0], scores[0], atol=1e-5)
-
-
 def test_a_failed_save_is_told_when_it_is_waited_for(
     config: LearnerConfig, samples: list[TrainSample], tmp_path: Path
 ) -> None:
@@ -235,6 +149,8 @@ def test_a_failed_save_is_told_when_it_is_waited_for(
 def test_bad_settings_are_refused(config: LearnerConfig) -> None:
     with pytest.raises(ConfigError, match="'float8'"):
         Trainer(replace(config, dtype="float8"), device=CPU)
+    with pytest.raises(ConfigError, match=r"float16 .* set model.dtype = 'bfloat16'"):
+        Trainer(replace(config, dtype="float16"), device=CPU)
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match="sees no CUDA device"):
             pick_device("cuda", rank=0)
