@@ -147,6 +147,26 @@ def _attended_pairs(length: int, window: int | None) -> int:
     return reach * (reach + 1) // 2 + (length - reach) * reach
 
 
+def _count_idle_experts(causal_lm: PreTrainedModel) -> int:
+    """Parameters of those experts that a token is not sent to."""
+    layers = [module for name, module in causal_lm.named_modules() if name.rpartition(".")[2] == "experts"]
+    if not layers:
+        return 0
+    in_all, of_a_token = (_first_number(causal_lm.config, keys) for keys in (EXPERTS, EXPERTS_OF_A_TOKEN))
+    if in_all is None or of_a_token is None:
+        log.warning(
+            "%s does not say in its config how many experts a token is sent to (%s): its FLOPs, and the learner's MFU, "
+            "count all of them",
+            type(causal_lm).__name__,
+            ", ".join(EXPERTS_OF_A_TOKEN),
+        )
+        return 0
+    return sum(map(_count, layers)) * (in_all - of_a_token) // in_all
+
+
+def _first_number(config: PreTrainedConfig, keys: tuple[str, ...]) -> int | None:
+    values = (getattr(config, key, None) for key in keys)
+    return next((value for value in values if isinstance(value, int)), None)
 
 
 def _count(module: nn.Module) -> int:
