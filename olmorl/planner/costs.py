@@ -52,7 +52,7 @@ class StepCurve:
     """Seconds of an engine's step as they were measured: piecewise linear in the tokens it computes, and linear in the
     keys these attend to."""
 
-    tokens: tuple[int, ...]
+    tokens: tuple[float, ...]
     """ascending"""
     at_tokens: tuple[float, ...]
     a_pair: float

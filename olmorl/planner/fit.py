@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from olmorl.planner.costs import Device, EngineCost, LearnerCost, StepCurve, Syn
 from olmorl.planner.shape import ModelShape
 
 KNOT_RATIO = 1.2  # between the token counts of a curve: each is far enough from the last to be told from it
+REWEIGHTED = 20  # times; by then a step that took ten times as long has no weight to speak of
 MEMORY = 16e9  # bytes of a measured device, where nobody says how many
 
 
@@ -35,22 +35,26 @@ def measured_device(bench: Mapping[str, Any], like: Device | None = None) -> Dev
 
 
 def step_curve(shape: ModelShape, profile: list[list[float]]) -> StepCurve:
-    """Least squares over steps of [tokens computed, FLOPs, seconds, rows of logits]. Without the last, as files of old
-    have it, the head was counted for every token."""
+    """Over steps of [tokens computed, FLOPs, seconds, rows of logits]: medians, which a busy moment of the machine does
+    not move. Without the last, as files of old have it, the head was counted for every token."""
     if len(profile) < 8:
         raise ConfigError(f"the benchmark made {len(profile)} steps; at least 8 tell what a step costs")
     tokens_N, flops_N, seconds_N = np.array([step[:3] for step in profile], np.float64).T
     weights_N = np.array([shape.flops(step[0], 0, drawn=step[3] if len(step) > 3 else None) for step in profile])
-    keys_N = (flops_N - weights_N) / shape.flops(0, 1)
-    usual_N = seconds_N <= _usual(tokens_N, seconds_N)
-    tokens_N, keys_N, seconds_N = tokens_N[usual_N], np.maximum(keys_N[usual_N], 0.0), seconds_N[usual_N]
+    keys_N = np.maximum(flops_N - weights_N, 0.0) / shape.flops(0, 1)
     knots = _knots(np.unique(tokens_N))
     hats_NK = np.stack([np.interp(tokens_N, knots, np.eye(len(knots))[k]) for k in range(len(knots))], axis=1)
-    *at_knots, a_key = np.linalg.lstsq(np.column_stack([hats_NK, keys_N]), seconds_N, rcond=None)[0].tolist()
-    if a_key < 0:  # attention is too cheap here to be seen
-        at_knots, a_key = np.linalg.lstsq(hats_NK, seconds_N, rcond=None)[0].tolist(), 0.0
-    rising = np.maximum.accumulate(np.maximum(at_knots, 0.0))
-    return StepCurve(tokens=tuple(int(k) for k in knots), at_tokens=tuple(rising.tolist()), a_pair=a_key)
+    largest = max(keys_N.max(), 1.0)
+    of_keys = _least_absolute(np.column_stack([hats_NK, keys_N / largest]), seconds_N)[-1] / largest
+    a_pair = max(0.0, float(of_keys))  # below zero where attention is too cheap to be seen
+    own_N = seconds_N - a_pair * keys_N
+    near_N = np.abs(tokens_N[:, None] - knots).argmin(axis=1)
+    points = _rising([np.stack([tokens_N, own_N])[:, near_N == k] for k in range(len(knots))])
+    return StepCurve(
+        tokens=tuple(tokens for tokens, _ in points),
+        at_tokens=tuple(max(0.0, seconds) for _, seconds in points),
+        a_pair=a_pair,
+    )
 
 
 def fitted_learner(shape: ModelShape, bench: Mapping[str, Any]) -> LearnerCost:
@@ -91,16 +95,30 @@ def _knots(distinct: np.ndarray) -> np.ndarray:
     for value in distinct[1:]:
         if value >= kept[-1] * KNOT_RATIO:
             kept.append(value)
-    if len(kept) > 1:  # the last slope reaches to the largest
-        kept[-1] = distinct[-1]
     return np.array(kept)
 
 
-def _usual(tokens_N: np.ndarray, seconds_N: np.ndarray) -> np.ndarray:
-    """[N] the most that a step of so many tokens usually takes: three times the median of steps of that size."""
-    limit_N = np.empty_like(seconds_N)
-    edges = [*_knots(np.unique(tokens_N)), np.inf]
-    for low, high in pairwise(edges):
-        inside = (tokens_N >= low) & (tokens_N < high)
-        limit_N[inside] = 3 * np.median(seconds_N[inside])
-    return limit_N
+def _least_absolute(columns_NK: np.ndarray, wanted_N: np.ndarray) -> np.ndarray:
+    """[K] with the least sum of absolute errors, by least squares weighted again and again."""
+    weights_N = np.ones_like(wanted_N)
+    for _ in range(REWEIGHTED):
+        solved_K = np.linalg.lstsq(columns_NK * weights_N[:, None], wanted_N * weights_N, rcond=None)[0]
+        errors_N = np.abs(wanted_N - columns_NK @ solved_K)
+        weights_N = np.maximum(errors_N, 1e-3 * np.median(wanted_N)) ** -0.5
+    return np.asarray(solved_K)
+
+
+def _rising(groups: list[np.ndarray]) -> list[tuple[float, float]]:
+    """(median tokens, median seconds) of each group [2, n] of steps; of neighbours together where seconds would fall.
+    So the curve is the nearest that does not (pool adjacent violators, each step with the same weight)."""
+    pools: list[list[np.ndarray]] = []
+    for group_2N in groups:
+        pools.append([group_2N])
+        while len(pools) > 1 and _median(pools[-2], 1) > _median(pools[-1], 1):
+            pools[-2:] = [pools[-2] + pools[-1]]
+    points = [(_median([group_2N], 0), _median(pool, 1)) for pool in pools[:-1] for group_2N in pool]
+    return [*points, (_median(pools[-1], 0), _median(pools[-1], 1))]  # one point, for what comes behind has its slope
+
+
+def _median(pool: list[np.ndarray], row: int) -> float:
+    return float(np.median(np.concatenate(pool, axis=1)[row]))

@@ -4,6 +4,8 @@ import random
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from olmorl.contract.errors import ConfigError
 from olmorl.planner.costs import Device, EngineCost
@@ -49,6 +51,28 @@ def test_a_hiccup_of_the_machine_is_no_cost() -> None:
     made = profile()
     made[7][2] = made[99][2] = 3.0
     assert step_curve(SHAPE, made).seconds(16, 1000.0) == pytest.approx(truth(16, 1000.0), rel=0.02)
+
+
+@given(
+    noise=st.floats(0, 0.08), outliers=st.floats(0, 0.25), slower=st.floats(1.2, 20), busy=st.integers(1, 20),
+    seed=st.integers(0, 999),
+)  # fmt: skip
+@settings(max_examples=60, deadline=None)
+def test_a_busy_moment_of_the_machine_is_no_cost(
+    noise: float, outliers: float, slower: float, busy: int, seed: int
+) -> None:
+    """Some steps of every size were slower, and all of the few of one size: the others say that it cannot be so."""
+    rng, made = random.Random(seed), []
+    for tokens in range(1, 25):
+        for _ in range(10 if tokens == busy else 60):
+            pairs = tokens * rng.uniform(20, 2000)
+            slow = tokens == busy or rng.random() < outliers
+            seconds = truth(tokens, pairs) * (1 + noise * rng.gauss(0, 1)) * (slower if slow else 1.0)
+            made.append([tokens, SHAPE.flops(tokens, pairs), seconds])
+    curve = step_curve(SHAPE, made)
+    for tokens in range(1, 25):
+        assert curve.seconds(tokens, tokens * 900.0) == pytest.approx(truth(tokens, tokens * 900.0), rel=0.15), tokens
+    assert list(curve.at_tokens) == sorted(curve.at_tokens) and list(curve.tokens) == sorted(set(curve.tokens))
 
 
 def test_a_step_that_prefills_more_than_was_seen_goes_on_with_the_last_slope() -> None:
