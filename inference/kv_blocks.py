@@ -71,6 +71,8 @@ class KVBlocks:
     def advance(self, sequence: Sequence, num_tokens: int) -> None:
         """Blocks as if `sequence` had computed up to `num_tokens` one by one, `grow` and `slide` each time. The caller
         has counted that there are enough. For simulators: what slid out of sight in between is never allocated."""
+        if self.window_allocator is None and self.fits(sequence, num_tokens):
+            return
         block_end = (sequence.num_computed // self.block_size + 1) * self.block_size
         if self.window_allocator is None or sequence.num_computed < sequence.num_shared * self.block_size:
             grown = self.grow(sequence, num_tokens if self.window_allocator is None else block_end, [], [])

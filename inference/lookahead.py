@@ -23,18 +23,21 @@ def steps_until_change(scheduler: "Scheduler", *, ends_at: Callable[[Sequence], 
     """The number of next steps in which each running sequence, and nobody else, computes one token.
 
     Each draws one token a step and ends with `ends_at` tokens; the last of the steps is the one that ends a sequence.
-    Never too many. Too few only in three corners. A prompt's very last token, computed by itself while group mates wait
-    for it, counts as a change, and so does dropping prompts kept for later. And where somebody waits for blocks with a
+    Never too many. Too few only in four corners. A prompt's very last token, computed by itself while group mates wait
+    for it, counts as a change, and so does dropping prompts kept for later. Where somebody waits for blocks with a
     row free, and prefix caching is on, what the cache will hold by then may let him in: the steps up to the next full
-    block are promised and no more.
+    block are promised and no more. And where blocks are short, those that a refused draft left do not count.
     """
     running = scheduler.running
     if not running or len(running) > scheduler.max_tokens_per_step:
         return 0
-    if any(s.num_tokens - s.num_computed != 1 or (s.request.leader is s and s.request.waiting) for s in running):
-        return 0
-    steps = min(ends_at(sequence) - sequence.num_tokens for sequence in running)
-    steps = min(steps, _steps_with_blocks(scheduler, steps))
+    steps = ends_at(running[0])
+    for sequence in running:
+        length, request = sequence.num_tokens, sequence.request
+        if length - sequence.num_computed != 1 or (request.leader is sequence and request.waiting):
+            return 0
+        steps = min(steps, ends_at(sequence) - length)
+    steps = _steps_with_blocks(scheduler, steps)
     if steps > 0 and scheduler.waiting and scheduler.free_rows:
         if _admits_next(scheduler):
             return 0
@@ -68,25 +71,27 @@ def _steps_with_blocks(scheduler: "Scheduler", steps: int) -> int:
         free = min(free, scheduler.kv.window_allocator.num_free)
     if steps <= 0 or blocks_needed(scheduler, steps) <= free:
         return max(steps, 0)
-    low, high = 0, steps - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        if blocks_needed(scheduler, middle) <= free:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    free -= blocks_needed(scheduler, 0)
+    if free < 0:
+        return 0
+    # Each takes a block every `size` steps, the first when what is left of its last one is full.
+    size = scheduler.block_size
+    left = sorted(min(len(s.blocks) * size - s.num_computed, size - 1) for s in scheduler.running)
+    rounds, more = divmod(free, len(left))
+    return rounds * size + left[more]
 
 
 def blocks_needed(scheduler: "Scheduler", steps: int) -> int:
-    """Blocks that the running sequences take from the pool in that many steps of decoding."""
-    kv, needed = scheduler.kv, 0
+    """Blocks that the running sequences take from the pool in that many steps of decoding; in none, those which they
+    must copy before they write."""
+    size, needed = scheduler.block_size, 0
     writers: Counter[int] = Counter()
     for sequence in scheduler.running:
-        needed += max(0, kv.count(sequence.num_computed + steps) - len(sequence.blocks))
-        first = sequence.num_computed // kv.block_size
-        if first < sequence.num_shared:
-            writers[sequence.blocks[first]] += 1
+        computed, held = sequence.num_computed, len(sequence.blocks)
+        if (missing := computed + steps - held * size) > 0:
+            needed -= -missing // size
+        if computed < sequence.num_shared * size:
+            writers[sequence.blocks[computed // size]] += 1
     # Of those who share a block and write into it, the last one left alone keeps it.
     return needed + sum(min(count, scheduler.allocator.ref_counts[block] - 1) for block, count in writers.items())
 

@@ -119,9 +119,10 @@ class Scheduler:
     def computed(self, sequence: Sequence, count: int) -> None:
         """`count` more tokens of `sequence` have their KV in the pool."""
         sequence.num_computed += count
-        full = min(sequence.num_computed, len(sequence.token_ids)) // self.block_size
-        if self.prefix_caching and sequence.publishable and full > len(sequence.block_hashes):
-            self.cache.publish(sequence)
+        if self.prefix_caching and sequence.publishable:
+            full = min(sequence.num_computed, len(sequence.token_ids)) // self.block_size
+            if full > len(sequence.block_hashes):
+                self.cache.publish(sequence)
         self.kv.slide(sequence)
 
     def finish(self, sequences: list[Sequence]) -> None:
@@ -165,11 +166,11 @@ class Scheduler:
         index = 0
         while index < len(self.running) and budget:
             sequence = self.running[index]
-            computed = sequence.num_computed
+            computed, length = sequence.num_computed, sequence.num_tokens
             if sequence.draft:
                 spare -= self._shorten_draft(sequence, spare)
-            count = min(sequence.num_tokens - computed + len(sequence.draft), budget)
-            ends = sequence.num_tokens >= sequence.max_tokens  # its last token is in flight
+            count = min(length - computed + len(sequence.draft), budget)
+            ends = length >= sequence.max_tokens  # its last token is in flight
             if not ends and (self.kv.fits(sequence, computed + count) or self._grow(sequence, computed + count, plan)):
                 self._compute(sequence, count, plan)
                 budget -= count

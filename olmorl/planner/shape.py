@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property
 from pathlib import Path
 
 from inference.model.architecture import Architecture, read_architecture
@@ -11,7 +11,7 @@ from olmorl.contract.errors import ConfigError
 from olmorl.contract.generation import Quantization
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # without slots, where nothing could be kept that is computed once
 class ModelShape:
     name: str
     num_layers: int
@@ -81,23 +81,22 @@ class ModelShape:
         """As sequences of at most `length` see it: a window that none outgrows is no window."""
         return replace(self, windows=()) if self.window is not None and self.window >= length else self
 
-    @property
+    @cached_property
     def window(self) -> int | None:
         """The one of the sliding layers, if there are any."""
-        return _window(self.windows)
+        return next((window for window in self.windows if window is not None), None)
 
-    @property
+    @cached_property
     def full_share(self) -> float:
         """Share of the layers that see everything."""
-        return _full_share(self.windows)
+        return sum(window is None for window in self.windows) / len(self.windows) if self.windows else 1.0
 
     def seen(self, context: float) -> float:
         """Tokens that one more token attends to, averaged over the layers."""
-        window = _window(self.windows)
+        window = self.window
         if window is None or context <= window:
             return context
-        full_share = _full_share(self.windows)
-        return full_share * context + (1 - full_share) * window
+        return self.full_share * context + (1 - self.full_share) * window
 
     def flops(self, tokens: float, attended: float, *, drawn: float | None = None) -> float:
         """Of `tokens` tokens that attend to `attended` tokens all together (as `seen` counts); the head computes
@@ -109,16 +108,6 @@ class ModelShape:
     def step_bytes(self, reads: float) -> float:
         """Of a step that reads the weights once and the keys and values of `reads` tokens (as `seen` counts)."""
         return self.streamed_bytes + reads * self.kv_bytes_per_token
-
-
-@lru_cache
-def _window(windows: tuple[int | None, ...]) -> int | None:
-    return next((window for window in windows if window is not None), None)
-
-
-@lru_cache
-def _full_share(windows: tuple[int | None, ...]) -> float:
-    return sum(window is None for window in windows) / len(windows) if windows else 1.0
 
 
 def _qwen3(size: str, layers: int, hidden: int, mlp: int, heads: int, *, tied: bool = False) -> ModelShape:

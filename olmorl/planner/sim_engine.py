@@ -187,7 +187,7 @@ class SimEngine:
         steps = self.scheduler.steps_until_change()
         if steps > 1:
             running = self.scheduler.running
-            seen = sum(self._cost.shape.seen(s.num_tokens + steps / 2) for s in running)
+            seen = sum(self._cost.shape.seen(s.num_computed + 1 + steps / 2) for s in running)
             seconds = self._cost.step_seconds(tokens=len(running), sequences=len(running), pairs=seen, reads=seen)
             self._leap = _Leap(self._clock.now, seconds, steps, seen)
             self._free_at = self._clock.now + steps * seconds
@@ -204,7 +204,7 @@ class SimEngine:
         self._count(leap.steps, leap.seconds, running, running, running, leap.seen, leap.seen)
         lookahead.leap(self.scheduler, leap.steps)
         self.totals.output_tokens += leap.steps * running
-        self._finish([s for s in self.scheduler.running if s.num_tokens >= s.max_tokens])
+        self._finish([s for s in self.scheduler.running if s.num_computed + 1 >= s.max_tokens])
 
     def _one_step(self) -> None:
         plan = self.scheduler.schedule()
@@ -215,13 +215,16 @@ class SimEngine:
                 "inference.kv_cache_tokens, or take devices with more memory"
             )
         pairs = reads = 0.0
+        drawing = []
         for sequence, count in plan.chunks:
-            context = sequence.num_computed + count
-            pairs += count * self._cost.shape.seen(context - (count - 1) / 2)
-            reads += self._cost.shape.seen(context)
-            if sequence.num_output and (missing := sequence.num_tokens - sequence.num_computed) > 1:
+            context, missing = sequence.num_computed + count, sequence.num_tokens - sequence.num_computed
+            seen = self._cost.shape.seen(context)
+            reads += seen
+            pairs += seen if count == 1 else count * self._cost.shape.seen(context - (count - 1) / 2)
+            if count == missing:
+                drawing.append(sequence)
+            if missing > 1 and sequence.num_output:
                 self.totals.recomputed_tokens += min(count, missing - 1)
-        drawing = [s for s, count in plan.chunks if s.num_computed + count == s.num_tokens]
         drawing += [s for s, _ in plan.starts]
         tokens = sum(count for _, count in plan.chunks)
         seconds = self._cost.step_seconds(
