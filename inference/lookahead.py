@@ -37,9 +37,11 @@ def steps_until_change(scheduler: "Scheduler", *, ends_at: Callable[[Sequence], 
         if length - sequence.num_computed != 1 or (request.leader is sequence and request.waiting):
             return 0
         steps = min(steps, ends_at(sequence) - length)
-    steps = _steps_with_blocks(scheduler, steps)
+    left = sorted(len(s.blocks) * scheduler.block_size - s.num_computed for s in running)
+    copies = _copies(scheduler)
+    steps = min(steps, _steps_with_blocks(scheduler, left, copies))
     if steps > 0 and scheduler.waiting and scheduler.free_rows:
-        if _admits_next(scheduler):
+        if _admits_next(scheduler, taken=copies + left.count(0)):
             return 0
         if scheduler.prefix_caching:
             size = scheduler.block_size
@@ -64,43 +66,30 @@ def leap(scheduler: "Scheduler", steps: int, *, token: int = 0) -> None:
         steps -= stride
 
 
-def _steps_with_blocks(scheduler: "Scheduler", steps: int) -> int:
-    """The most steps, up to `steps`, for which free blocks suffice."""
+def _steps_with_blocks(scheduler: "Scheduler", left: list[int], copies: int) -> int:
+    """The most steps for which free blocks suffice, if running sequences have so many tokens `left` in their blocks,
+    ascending. Each takes a block when that is full, and then one every `block_size` steps."""
     free = scheduler.allocator.num_free
     if scheduler.kv.window_allocator is not None and any(r.shared_prompt is not None for r in scheduler.waiting):
         free = min(free, scheduler.kv.window_allocator.num_free)
-    if steps <= 0 or blocks_needed(scheduler, steps) <= free:
-        return max(steps, 0)
-    free -= blocks_needed(scheduler, 0)
-    if free < 0:
+    if copies > free:
         return 0
-    # Each takes a block every `size` steps, the first when what is left of its last one is full.
+    rounds, more = divmod(free - copies, len(left))
+    return rounds * scheduler.block_size + min(left[more], scheduler.block_size - 1)
+
+
+def _copies(scheduler: "Scheduler") -> int:
+    """Blocks that the next step copies before it writes: of those who share one, the last one left alone keeps it."""
     size = scheduler.block_size
-    left = sorted(min(len(s.blocks) * size - s.num_computed, size - 1) for s in scheduler.running)
-    rounds, more = divmod(free, len(left))
-    return rounds * size + left[more]
+    sharing = (s for s in scheduler.running if s.num_computed < s.num_shared * size)
+    writers = Counter(s.blocks[s.num_computed // size] for s in sharing)
+    return sum(min(count, scheduler.allocator.ref_counts[block] - 1) for block, count in writers.items())
 
 
-def blocks_needed(scheduler: "Scheduler", steps: int) -> int:
-    """Blocks that the running sequences take from the pool in that many steps of decoding; in none, those which they
-    must copy before they write."""
-    size, needed = scheduler.block_size, 0
-    writers: Counter[int] = Counter()
-    for sequence in scheduler.running:
-        computed, held = sequence.num_computed, len(sequence.blocks)
-        if (missing := computed + steps - held * size) > 0:
-            needed -= -missing // size
-        if computed < sequence.num_shared * size:
-            writers[sequence.blocks[computed // size]] += 1
-    # Of those who share a block and write into it, the last one left alone keeps it.
-    return needed + sum(min(count, scheduler.allocator.ref_counts[block] - 1) for block, count in writers.items())
-
-
-def _admits_next(scheduler: "Scheduler") -> bool:
+def _admits_next(scheduler: "Scheduler", *, taken: int) -> bool:
     """Whether the next step would admit, once the running sequences have taken the blocks they need in it."""
     request = scheduler.waiting[0]
     sequence = request.waiting[0]
-    taken = blocks_needed(scheduler, 1)
     if request.shared_prompt is not None and sequence.num_output == 0:
         return scheduler.has_room(taken + 1)
     if scheduler.max_tokens_per_step == len(scheduler.running):
