@@ -22,8 +22,7 @@ from olmorl.config.load import load_config
 from olmorl.config.schema import Config
 from olmorl.contract.errors import ConfigError
 from olmorl.controller.run import Run
-from olmorl.metrics.jsonl_sink import read_metrics
-from olmorl.metrics.run_figures import RunFigures, run_figures
+from olmorl.metrics.run_figures import RunFigures, read_figures
 from olmorl.planner.check import planned
 from olmorl.planner.load import Load, lognormal_lengths
 from olmorl.planner.recorded import recorded_load
@@ -243,7 +242,7 @@ def measure(config: Config, load: AblationLoad) -> RunFigures:
             if run.version == skip:
                 started = time.monotonic()
     # The row of the last step may be missing: it is written when its update is live.
-    figures = run_figures(list(read_metrics(directory / "metrics.jsonl")), skip=skip)
+    figures = read_figures(directory, skip=skip)
     log.info("%s: %s", directory.name, figures)
     file.write_text(json.dumps(asdict(figures), indent=1) + "\n")
     return figures

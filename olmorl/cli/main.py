@@ -177,6 +177,9 @@ def plan(
     zero_variance: Annotated[float, typer.Option(min=0, max=0.99, help="Share of groups without signal.")] = 0.3,
     bench: Annotated[Path | None, typer.Option(help="JSON of `olmorl bench engine`: measured costs.")] = None,
     learner_bench: Annotated[Path | None, typer.Option(help="JSON of `olmorl bench learner`, likewise.")] = None,
+    price_per_hour: Annotated[
+        float | None, typer.Option(min=0, help="Dollars, of one device; a round price of --device if not given.")
+    ] = None,
     check: Annotated[
         list[Path] | None,
         typer.Option(
@@ -214,6 +217,7 @@ def plan(
         zero_variance=zero_variance,
         bench=bench,
         learner_bench=learner_bench,
+        price_per_hour=price_per_hour,
         json_file=json_file,
         plot=plot,
     )

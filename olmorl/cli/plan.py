@@ -11,7 +11,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from olmorl.config.load import load_config
-from olmorl.planner.plan import Plan, Question, as_json, explain, factors, plans, sensitivity
+from olmorl.planner.plan import Plan, Question, as_json, explain, factors, finalists, first_look, sensitivity
 from olmorl.planner.question import question_of
 from olmorl.planner.split import as_overrides, given
 
@@ -31,6 +31,7 @@ def plan(
     zero_variance: float,
     bench: Path | None,
     learner_bench: Path | None,
+    price_per_hour: float | None,
     json_file: Path | None,
     plot: Path | None,
 ) -> None:
@@ -45,18 +46,22 @@ def plan(
         zero_variance=zero_variance,
         bench=bench,
         learner_bench=learner_bench,
+        price_per_hour=price_per_hour,
     )
     console = Console()
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("simulating", total=None)
-        found = (
-            [given(config, question)]
-            if as_given
-            else plans(question, progress=lambda done, total: bar.update(task, completed=done, total=total))
-        )
+        looked: list[Plan] = []
+        if not as_given:
+            looked = first_look(question, progress=lambda done, total: bar.update(task, completed=done, total=total))
+            bar.update(task, description="the best of them again")
+        found = finalists(question, looked) if looked else [given(config, question)]
         bar.update(task, description="what it hangs on")
         changes = sensitivity(question, found[0])
-    console.print(_table(found, question))
+    price = f"${question.device.dollars_per_hour:g} an hour"
+    if price_per_hour is None:
+        price += f", a round price of {device_name} (--price-per-hour)"
+    console.print(_table(found, question, price))
     console.print(f"\n{'as given' if as_given else 'best'}: {explain(question, found[0])}.")
     console.print(
         f"{config.run.steps:,} steps take {_duration(config.run.steps * found[0].step_seconds)}, evaluation apart."
@@ -73,16 +78,18 @@ def plan(
     command = shlex.join(["olmorl", "train", str(config_path), *overrides, *settings])
     console.print(f"\nrun it with:\n  {command}", soft_wrap=True, highlight=False, markup=False)
     if json_file is not None:
-        json_file.write_text(json.dumps(as_json(found, question, changes) | {"command": command}, indent=1) + "\n")
+        told_all = as_json(found, question, changes, looked) | {"command": command}
+        json_file.write_text(json.dumps(told_all, indent=1) + "\n")
     if plot is not None:
-        _plot(found, plot)
+        _plot([*found, *looked], plot)
 
 
-def _table(found: Sequence[Plan], question: Question) -> Table:
+def _table(found: Sequence[Plan], question: Question, price: str) -> Table:
     title = f"{question.shape.name} on {question.num_devices} {question.device.name}"
     caption = (
-        "waits: the learner, of its time; lag: versions, mean/most; KV: memory in use; redo: tokens computed again; "
-        "$/M: a million trained tokens"
+        "trained: tok/s; step: seconds; waits: the learner, of its time; lag: versions, mean/most; KV: memory in use; "
+        "redo: tokens computed again; "
+        f"$/M: a million trained tokens, a device at {price}"
     )
     table = Table(
         title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, collapse_padding=True
@@ -93,7 +100,7 @@ def _table(found: Sequence[Plan], question: Question) -> Table:
         "TP",
         "slots",
         "tok/s",
-        "trained/s",
+        "trained",
         "step",
         "waits",  # the learner
         "lag",
@@ -110,7 +117,7 @@ def _table(found: Sequence[Plan], question: Question) -> Table:
             str(plan.slots),
             f"{plan.tokens_per_second:,.0f}",
             f"{plan.trained_tokens_per_second:,.0f}",
-            f"{plan.step_seconds:,.1f} s",
+            f"{plan.step_seconds:,.1f}",
             f"{plan.learner_wait_share:.0%}",
             f"{plan.staleness_mean:.1f}/{plan.staleness_max}",
             f"{plan.kv_used_share:.0%}",

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from olmorl.contract.errors import DataError
 from olmorl.metrics.rollout_log import RolloutRow
 
 
@@ -31,11 +32,28 @@ class JsonlSink:
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a metrics file; a last line still being written is left out."""
-    with path.open(encoding="utf-8") as lines:
-        for line in lines:
-            if line.endswith("\n"):
-                yield json.loads(line)
+    """The rows of a metrics file; a last line still being written is left out.
+
+    Raises:
+        DataError: there is no such file, or a line of it is no row.
+    """
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.endswith("\n"):
+                    yield _row(line, where=f"{path}, line {number}")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+
+
+def _row(line: str, *, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{where}: no JSON: {error}") from None
+    if not isinstance(row, dict) or not isinstance(row.get("progress/step"), int):
+        raise DataError(f"{where}: no row of metrics, which has progress/step")
+    return row
 
 
 def drop_torn_line(path: Path) -> None:

@@ -3,12 +3,21 @@
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from olmorl.contract.errors import DataError
+from olmorl.metrics.jsonl_sink import read_metrics
 
 Row = Mapping[str, Any]
 _BUSY = ("prefill", "decode", "recompute")
+_NEEDED = (
+    "time/step",
+    "throughput/trained_tokens_per_second",
+    "learner_time/waiting",
+    "learner_time/training",
+    "learner_time/sending",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,15 +42,31 @@ class RunFigures:
     """for which the learners hand their weights over, mean"""
 
 
-def run_figures(rows: Sequence[Row], *, skip: int) -> RunFigures:
-    """`rows` of one attempt, in order. The first `skip` steps, in which a run fills its pipeline, do not count.
+def read_figures(directory: Path, *, skip: int) -> RunFigures:
+    """Of the run in `directory`, of one attempt. The first `skip` steps, in which it fills its pipeline, do not count.
 
     Raises:
-        DataError: no step is left.
+        DataError: it wrote no metrics, or none of the steps behind these.
     """
+    try:
+        return run_figures(list(read_metrics(directory / "metrics.jsonl")), skip=skip)
+    except DataError as error:
+        raise DataError(f"the run {directory.name} has nothing to measure: {error}") from None
+
+
+def run_figures(rows: Sequence[Row], *, skip: int) -> RunFigures:
+    """As `read_figures`, of rows in order."""
+    made = len(rows)
     rows = [row for row in rows if row["progress/step"] > skip]
     if not rows:
-        raise DataError(f"the run has no row beyond its first {skip} steps; let it run for longer")
+        raise DataError(
+            f"{made} steps are in metrics.jsonl, and the first {skip} fill the pipeline; let it run for longer"
+        )
+    for row in rows:
+        if lacking := [name for name in _NEEDED if row.get(name) is None]:
+            raise DataError(f"the row of step {row['progress/step']} lacks {', '.join(lacking)}")
+    if not any(row["throughput/trained_tokens_per_second"] for row in rows):
+        raise DataError(f"no token was trained in the {len(rows)} steps behind the first {skip}")
     spans = [_seconds(row, "learner_time") for row in rows]
     span, count = sum(spans), len(rows)
     # Tokens and time of training are counted from one step's end to the next, those of engines from row to row.
@@ -50,7 +75,7 @@ def run_figures(rows: Sequence[Row], *, skip: int) -> RunFigures:
     engine_steps = [_engine_steps(row) for row in rows]
 
     def mean(name: str, weights: Sequence[float]) -> float:
-        return sum(row.get(name, 0.0) * w for row, w in zip(rows, weights, strict=True)) / max(sum(weights), 1e-9)
+        return sum((row.get(name) or 0.0) * w for row, w in zip(rows, weights, strict=True)) / max(sum(weights), 1e-9)
 
     return RunFigures(
         steps=count,

@@ -8,8 +8,8 @@ from typing import Any
 
 from olmorl.config.load import load_config
 from olmorl.config.schema import Config
-from olmorl.metrics.jsonl_sink import read_metrics
-from olmorl.metrics.run_figures import RunFigures, run_figures
+from olmorl.contract.errors import ConfigError
+from olmorl.metrics.run_figures import RunFigures, read_figures
 from olmorl.planner.costs import EngineCost
 from olmorl.planner.fit import fitted_engine, fitted_learner, fitted_sync, measured_device
 from olmorl.planner.load import Groups
@@ -51,8 +51,10 @@ def compare(
     """
     read = []
     for run in runs:
+        if not (run / "config.toml").exists():
+            raise ConfigError(f"--check {run} is no run directory: it has no config.toml")
         config = load_config(run / "config.toml")
-        figures = run_figures(list(read_metrics(run / "metrics.jsonl")), skip=config.rollout.async_steps + 1)
+        figures = read_figures(run, skip=config.rollout.async_steps + 1)
         read.append((run, config, figures))
     fastest = min((figures for _, _, figures in read), key=lambda f: f.update_seconds)
     return [

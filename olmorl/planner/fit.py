@@ -31,7 +31,7 @@ def measured_device(bench: Mapping[str, Any], like: Device | None = None) -> Dev
     flops, bandwidth = bench["peak_tflops"] * 1e12, bench["peak_gbs"] * 1e9
     if like is None:
         return Device(name="measured", flops=flops, bandwidth=bandwidth, memory=MEMORY)
-    return replace(like, name="measured", flops=flops, bandwidth=bandwidth)
+    return replace(like, name=f"measured {like.name}", flops=flops, bandwidth=bandwidth)
 
 
 def step_curve(shape: ModelShape, profile: list[list[float]]) -> StepCurve:

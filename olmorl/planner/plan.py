@@ -1,6 +1,6 @@
 """Which split of the devices serves a run best: every candidate simulated, the best named, and what it hangs on."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -73,8 +73,13 @@ class Plan:
     """None where nothing is trained"""
 
 
-def plans(question: Question, *, steps: int = STEPS, progress: Callable[[int, int], None] | None = None) -> list[Plan]:
-    """All candidates, the best first: the most trained tokens a second, all devices being paid for.
+def plans(question: Question, *, steps: int = STEPS) -> list[Plan]:
+    """The best first: the most trained tokens a second, all devices being paid for. Raises ConfigError as `first_look`."""
+    return finalists(question, first_look(question), steps=steps)
+
+
+def first_look(question: Question, *, progress: Callable[[int, int], None] | None = None) -> list[Plan]:
+    """All candidates, simulated roughly, the best first.
 
     Raises:
         ConfigError: the model fits on no split of these devices; says what it needs.
@@ -82,13 +87,17 @@ def plans(question: Question, *, steps: int = STEPS, progress: Callable[[int, in
     tried = list(candidates(question))
     if not tried:
         raise ConfigError(_why_nothing_fits(question))
-    coarse = []
-    for number, (inference_gpus, tensor_parallel, slots) in enumerate(tried):
-        coarse.append(simulate(question, inference_gpus, tensor_parallel, slots, COARSE_STEPS, workers=COARSE_WORKERS))
+    looked = []
+    for number, (inference_gpus, tensor_parallel, slots) in enumerate(tried, start=1):
+        looked.append(simulate(question, inference_gpus, tensor_parallel, slots, COARSE_STEPS, workers=COARSE_WORKERS))
         if progress is not None:
-            progress(number + 1, len(tried))
-    best = sorted(coarse, key=_rank)[:FINALISTS]
-    again = sorted((_again(question, plan, steps, workers=FINAL_WORKERS) for plan in best), key=_rank)
+            progress(number, len(tried))
+    return sorted(looked, key=_rank)
+
+
+def finalists(question: Question, looked: Sequence[Plan], *, steps: int = STEPS) -> list[Plan]:
+    """The best of a first look, simulated again; the best of these as exactly as any."""
+    again = sorted((_again(question, plan, steps, workers=FINAL_WORKERS) for plan in looked[:FINALISTS]), key=_rank)
     return [_again(question, again[0], steps, workers=SIMULATED_WORKERS), *again[1:]]
 
 
@@ -288,16 +297,32 @@ def factors(question: Question) -> dict[str, float | str]:
         "update_bandwidth": sync.bandwidth,
         "update_latency": sync.latency,
         "update_snapshot": sync.snapshot,
+        "dollars_per_hour": engine.device.dollars_per_hour,
     }
 
 
-def as_json(found: list[Plan], question: Question, changes: dict[str, float]) -> dict[str, Any]:
+def as_json(
+    found: Sequence[Plan], question: Question, changes: dict[str, float], looked: Sequence[Plan] = ()
+) -> dict[str, Any]:
+    """`looked`: every split of a first look, the best first, of which `found` are the finalists."""
     engine = question.run.engine
     return {
         "plans": [asdict(plan) for plan in found],
         "best": asdict(found[0]),
         "why": explain(question, found[0]),
+        "tried": [asdict(plan) | {"dropped": _why_dropped(plan, looked)} for plan in looked],
         "sensitivity": changes,
         "factors": factors(question)
         | {"measured": engine.measured and asdict(engine.measured), "device": asdict(engine.device)},
     }
+
+
+def _why_dropped(plan: Plan, looked: Sequence[Plan]) -> str | None:
+    """None for a finalist."""
+    if plan in looked[:FINALISTS]:
+        return None
+    least = looked[FINALISTS - 1].trained_tokens_per_second
+    return (
+        f"at a first look, {COARSE_STEPS} steps of at most {COARSE_WORKERS} engines, it trains "
+        f"{plan.trained_tokens_per_second:,.0f} tokens/s and the last finalist {least:,.0f}"
+    )

@@ -33,15 +33,19 @@ def question_of(
     zero_variance: float = ZERO_VARIANCE,
     bench: Path | None = None,
     learner_bench: Path | None = None,
+    price_per_hour: float | None = None,
 ) -> Question:
     """`num_devices` None: as the config splits them; `shape`: a model's name in place of model.path; `lengths`: see
-    read_lengths; `bench`, `learner_bench`: JSON of `olmorl bench engine` and `olmorl bench learner`.
+    read_lengths; `bench`, `learner_bench`: JSON of `olmorl bench engine` and `olmorl bench learner`; `price_per_hour`:
+    dollars, of one device, in place of a round price of `device_name`.
 
     Raises:
         ConfigError: fewer than 2 devices to split, or one of these names what is not there.
     """
     rollout, inference = config.rollout, config.inference
     hardware, shared = device(device_name), num_devices is None and config.shares_gpu
+    if price_per_hour is not None:
+        hardware = replace(hardware, dollars_per_hour=price_per_hour)
     if shared:
         if inference.workers > 1:
             raise ConfigError(f"one device is planned for one inference worker, and here are {inference.workers}")
