@@ -30,9 +30,9 @@ def check_run(config_path: Path, overrides: Sequence[str] = ()) -> Iterator[Find
     if not find_shadowed():  # the engine says which models it knows
         yield check_model(config.model.path)
     reward, named = config.reward, set[str | None]()
-    sources = [(source, reward) for source in config.data.train]
-    for source in config.eval.data:  # whose own verifier goes first
-        sources.append((source, reward if source.verifier is None else reward.model_copy(update={"verifier": None})))
+    sources: list[tuple[SourceSection, RewardSection]] = [(source, reward) for source in config.data.train]
+    for own in config.eval.data:  # whose verifier goes first
+        sources.append((own, reward if own.verifier is None else reward.model_copy(update={"verifier": None})))
     for source, judged_by in sources:
         finding = check_data(source, judged_by, named)
         yield finding
