@@ -14,7 +14,7 @@ from inference.model.decoder import Decoder
 from inference.model.load import DTYPES
 from inference.quantization.gptq import DAMPING
 from inference.quantization.grid import Grid, Quantized
-from inference.quantization.packed import Packing, packed
+from inference.quantization.packed import WIDTHS, Packing, packed
 from olmorl.contract.errors import ConfigError
 from olmorl.file_mode import open_to_readers
 
@@ -23,10 +23,10 @@ _COPIED = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "*
 
 def packing_of(method: Literal["gptq", "awq"], grid: Grid) -> Packing:
     """Raises ConfigError for a width that the format has no words for."""
-    widths = (2, 3, 4, 8) if method == "gptq" else (4,)
-    if grid.bits not in widths:
+    if grid.bits not in WIDTHS[method]:
         raise ConfigError(
-            f"{method.upper()} checkpoints have {', '.join(map(str, widths))} bits; {grid.bits} is not among them"
+            f"{method.upper()} checkpoints have {', '.join(map(str, WIDTHS[method]))} bits; {grid.bits} is not among "
+            "them"
         )
     return Packing(method, grid.bits, grid.group_size, zero_offset=1 if method == "gptq" else 0)
 

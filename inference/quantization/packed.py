@@ -22,6 +22,13 @@ from inference.quantization.grid import Quantized
 from olmorl.contract.errors import ModelError
 
 PARTS = ("qweight", "qzeros", "scales", "g_idx")
+WIDTHS = {"gptq": (2, 3, 4, 8), "awq": (4,)}  # bits that a format has words for
+_LAYOUTS = {
+    "gptq": (("checkpoint_format", "format"), {"gptq": 1, "gptq_v2": 0}),
+    "awq": (("version", "format"), {"gemm": 0}),
+}
+"""where a config names the layout, the first that is there; and of each layout, the usual one first, what a stored zero
+lacks"""
 _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where in a word the column 0, 1, 2, ... of its eight lies
 
 
@@ -40,21 +47,23 @@ def read_packing(config: dict[str, Any]) -> Packing | None:
     found = config.get("quantization_config")
     if not found:
         return None
+    if not isinstance(found, dict):
+        raise ModelError(f"quantization_config is {found!r:.80}; it must be an object")
     method = found.get("quant_method")
-    bits, group_size = found.get("bits", found.get("w_bit")), found.get("group_size", found.get("q_group_size", 128))
-    if method == "gptq":
-        layout, known = found.get("checkpoint_format", "gptq"), {"gptq": 1, "gptq_v2": 0}
-        if bits in (2, 3, 4, 8) and layout in known:
-            return Packing("gptq", bits, group_size, known[layout])
+    if method not in tuple(WIDTHS):
+        raise ModelError(f"quant_method is {method!r}; supported are 'gptq' and 'awq'")
+    keys, layouts = _LAYOUTS[method]
+    layout = next((str(found[key]).lower() for key in keys if found.get(key) is not None), next(iter(layouts)))
+    bits, words = found.get("bits", found.get("w_bit")), found.get("pack_dtype", "int32")
+    if bits not in WIDTHS[method] or layout not in layouts or words != "int32":
         raise ModelError(
-            f"GPTQ in {bits!r} bits, checkpoint_format {layout!r}, is not supported; 2, 3, 4 or 8 bits are"
+            f"{method.upper()} in {bits!r} bits, {keys[0]} {layout!r}, in words of {words}, is not supported; "
+            f"{', '.join(map(str, WIDTHS[method]))} bits are, {keys[0]} {' or '.join(map(repr, layouts))}, in int32"
         )
-    if method == "awq":
-        version = found.get("version", "gemm")
-        if bits == 4 and str(version).lower() == "gemm":
-            return Packing("awq", bits, group_size)
-        raise ModelError(f"AWQ in {bits!r} bits, version {version!r}, is not supported; 4 bits, version 'gemm' is")
-    raise ModelError(f"quant_method is {method!r}; supported are 'gptq' and 'awq'")
+    group_size = found.get("group_size", found.get("q_group_size", 128))
+    if type(group_size) is not int or (group_size < 1 and group_size != -1):
+        raise ModelError(f"group_size is {group_size!r}; it must be a whole number above 0, or -1 for all inputs")
+    return Packing(method, bits, group_size, layouts[layout])
 
 
 def unpacked(tensors: Iterable[tuple[str, torch.Tensor]], packing: Packing) -> Iterator[tuple[str, torch.Tensor]]:
@@ -105,19 +114,12 @@ def _dense(module: str, parts: dict[str, torch.Tensor], packing: Packing) -> tor
     for part in PARTS[:3]:
         if part not in parts:
             raise ModelError(f"{module}.{part} is missing beside {', '.join(sorted(parts))}")
-    bits, (rows, columns) = packing.bits, parts["qweight"].shape
-    features, outputs = (rows * 32 // bits, columns) if packing.method == "gptq" else (rows, columns * 32 // bits)
-    group_K = _groups(parts.get("g_idx"), features, packing.group_size)
-    groups, words = int(group_K.max()) + 1, outputs * bits // 32
-    wanted = {
-        "qweight": (features * bits // 32, outputs) if packing.method == "gptq" else (features, words),
-        "qzeros": (groups, words),
-        "scales": (groups, outputs),
-    }
-    found = {part: tuple(parts[part].shape) for part in wanted}
-    if found != wanted or len(group_K) != features:
-        shapes = ", ".join(f"{part} {shape}" for part, shape in found.items())
-        raise ModelError(f"{module}: {shapes} do not belong together in {bits} bits and groups of {packing.group_size}")
+    if not _belong_together(parts, packing):
+        found = ", ".join(f"{part} {tuple(x.shape)} {x.dtype}".replace("torch.", "") for part, x in parts.items())
+        raise ModelError(
+            f"{module}: {found} do not belong together in {packing.bits} bits and groups of {packing.group_size}"
+        )
+    group_K = _groups(parts, packing)
     unpack = _gptq_numbers if packing.method == "gptq" else _awq_numbers
     numbers_NK, zeros_GN = unpack(parts["qweight"].numpy(), parts["qzeros"].numpy(), packing)
     scales_GN = parts["scales"].float().numpy()
@@ -125,10 +127,34 @@ def _dense(module: str, parts: dict[str, torch.Tensor], packing: Packing) -> tor
     return torch.from_numpy(weight_NK)
 
 
-def _groups(g_idx_K: torch.Tensor | None, num_features: int, group_size: int) -> np.ndarray:
-    if g_idx_K is not None:
-        return g_idx_K.numpy()
-    return np.arange(num_features) // (num_features if group_size == -1 else group_size)
+def _belong_together(parts: dict[str, torch.Tensor], packing: Packing) -> bool:
+    words = [parts[part] for part in PARTS[:2]]
+    if any(tensor.dtype != torch.int32 or tensor.ndim != 2 for tensor in words):
+        return False
+    features, outputs = _size(parts, packing)
+    group_K = _groups(parts, packing)
+    if group_K.shape != (features,) or group_K.dtype.kind != "i" or group_K.min() < 0:
+        return False
+    groups, width = int(group_K.max()) + 1, outputs * packing.bits // 32
+    qweight = (features * packing.bits // 32, outputs) if packing.method == "gptq" else (features, width)
+    shapes = [tuple(parts[part].shape) for part in PARTS[:3]]
+    return shapes == [qweight, (groups, width), (groups, outputs)]
+
+
+def _size(parts: dict[str, torch.Tensor], packing: Packing) -> tuple[int, int]:
+    """Inputs and outputs."""
+    rows, columns = parts["qweight"].shape
+    if packing.method == "gptq":
+        return rows * 32 // packing.bits, columns
+    return rows, columns * 32 // packing.bits
+
+
+def _groups(parts: dict[str, torch.Tensor], packing: Packing) -> np.ndarray:
+    """[K]"""
+    if "g_idx" in parts:
+        return parts["g_idx"].numpy()
+    features, _ = _size(parts, packing)
+    return np.arange(features) // (features if packing.group_size == -1 else packing.group_size)
 
 
 def _gptq_numbers(qweight_WN: np.ndarray, qzeros_GW: np.ndarray, packing: Packing) -> tuple[np.ndarray, np.ndarray]:

@@ -78,12 +78,49 @@ def test_awq_by_hand() -> None:
         ({"quant_method": "gptq", "bits": 5}, "GPTQ in 5 bits"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version 'gemv'"),
+        ({"quant_method": "awq", "bits": 4, "format": "gemv"}, "version 'gemv'"),
+        ({"quant_method": "gptq", "bits": 4, "format": "marlin"}, "checkpoint_format 'marlin'"),
+        ({"quant_method": "gptq", "bits": 4, "pack_dtype": "int16"}, "in words of int16"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": None}, "group_size is None"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 0}, "group_size is 0"),
         ({"quant_method": "bitsandbytes"}, "quant_method is 'bitsandbytes'"),
+        ("gptq", "quantization_config is 'gptq'; it must be an object"),
     ],
 )
-def test_other_formats_are_refused_by_name(found: dict[str, Any], message: str) -> None:
+def test_other_formats_are_refused_by_name(found: Any, message: str) -> None:
     with pytest.raises(ModelError, match=message):
         read_packing({"quantization_config": found})
+
+
+@pytest.mark.parametrize(
+    ("found", "zero_offset"),
+    [
+        ({"quant_method": "gptq", "bits": 4, "format": "gptq_v2"}, 0),
+        ({"quant_method": "gptq", "bits": 4, "format": "gptq_v2", "checkpoint_format": "gptq"}, 1),
+        ({"quant_method": "gptq", "bits": 4, "pack_dtype": "int32"}, 1),
+        ({"quant_method": "awq", "bits": 4, "format": "GEMM"}, 0),
+    ],
+)
+def test_a_layout_has_two_names_and_the_older_one_counts(found: dict[str, Any], zero_offset: int) -> None:
+    """As transformers reads them: a v2 checkpoint taken for v1 would have every zero off by one."""
+    assert read_packing({"quantization_config": found}) == Packing(found["quant_method"], 4, 128, zero_offset)
+
+
+@pytest.mark.parametrize(
+    "g_idx",
+    [
+        torch.tensor([-1, 0, 0, 0, 1, 1, 1, 1]),
+        torch.tensor([0, 0, 0, 0, 1, 1, 1, 2]),
+        torch.tensor([0, 0, 0, 0, 1, 1, 1]),
+        torch.tensor([0.0, 0, 0, 0, 1, 1, 1, 1]),
+        torch.empty(0, dtype=torch.int32),
+    ],
+    ids=["below 0", "beyond the scales", "an input short", "no whole numbers", "empty"],
+)
+def test_inputs_of_groups_that_are_not_there(g_idx: torch.Tensor) -> None:
+    parts = {"qweight": words(0x76543210).reshape(1, 1).repeat(1, 8), "scales": torch.ones(2, 8)}
+    with pytest.raises(ModelError, match=r"g_idx .* do not belong together"):
+        dense(Packing("gptq", 4, 4), qzeros=words(0, 0).reshape(2, 1), g_idx=g_idx, **parts)
 
 
 def test_parts_that_do_not_belong_together() -> None:
@@ -92,6 +129,9 @@ def test_parts_that_do_not_belong_together() -> None:
         dense(Packing("gptq", 4, -1), **parts)
     with pytest.raises(ModelError, match="do not belong together"):
         dense(Packing("gptq", 4, 4), qzeros=words(0).reshape(1, 1), **parts)
+    for wrong in (parts["qweight"].long(), parts["qweight"][0]):
+        with pytest.raises(ModelError, match="do not belong together"):
+            dense(Packing("gptq", 4, -1), **(parts | {"qweight": wrong, "qzeros": words(0).reshape(1, 1)}))
 
 
 @pytest.mark.parametrize("packing", [Packing("awq", 4, 16), Packing("awq", 4, 4), Packing("awq", 4, -1)])
@@ -128,7 +168,8 @@ def pack(numbers_RX: np.ndarray, order: list[int]) -> torch.Tensor:
 
 
 def quantized_checkpoint(source: str, folder: Path, method: str) -> dict[str, torch.Tensor]:
-    """Writes `source` in 4 bits, groups of 8 and random zeros, in a format; the dense weights it stands for."""
+    """Writes `source` in 4 bits, groups of 8 and random zeros, in a layout; the dense weights it stands for."""
+    is_gptq = method != "awq"
     rng = np.random.default_rng(3)
     stored, meant = {}, {}
     for name, tensor in load_file(Path(source) / "model.safetensors").items():
@@ -137,17 +178,17 @@ def quantized_checkpoint(source: str, folder: Path, method: str) -> dict[str, to
             continue
         outputs, features = tensor.shape
         groups = features // 8
-        group_K = rng.permutation(features) // 8 if method == "gptq" else np.arange(features) // 8
+        group_K = rng.permutation(features) // 8 if is_gptq else np.arange(features) // 8
         zeros_GN = rng.integers(5, 11, (groups, outputs))
         scales_GN = torch.from_numpy(rng.uniform(0.05, 0.1, (groups, outputs))).half()
         s_NK, z_NK = scales_GN.float().numpy()[group_K].T, zeros_GN[group_K].T
         q_NK = np.clip(np.round(tensor.numpy() / s_NK) + z_NK, 0, 15).astype(np.int64)
         meant[name] = torch.from_numpy(((q_NK - z_NK) * s_NK).astype(np.float32))
         module = name.removesuffix(".weight")
-        if method == "gptq":
+        if is_gptq:
             straight = list(range(8))
             stored[f"{module}.qweight"] = pack(q_NK, straight).T.contiguous()
-            stored[f"{module}.qzeros"] = pack(zeros_GN - 1, straight)
+            stored[f"{module}.qzeros"] = pack(zeros_GN - (method == "gptq"), straight)
             stored[f"{module}.g_idx"] = torch.from_numpy(group_K.astype(np.int32))
         else:
             order = [0, 2, 4, 6, 1, 3, 5, 7]
@@ -157,14 +198,17 @@ def quantized_checkpoint(source: str, folder: Path, method: str) -> dict[str, to
     for path in Path(source).glob("*.json"):
         (folder / path.name).write_bytes(path.read_bytes())
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": method, "bits": 4, "group_size": 8, "desc_act": method == "gptq"}
+    layout = {"quant_method": "gptq", "checkpoint_format": method} if is_gptq else {"quant_method": "awq"}
+    config["quantization_config"] = layout | {"bits": 4, "group_size": 8, "desc_act": is_gptq}
     (folder / "config.json").write_text(json.dumps(config))
     save_file(stored, folder / "model.safetensors")
     return meant
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq"])
-@pytest.mark.parametrize("options", [{}, {"quantization": "int8"}], ids=["dense", "int8"])
+@pytest.mark.parametrize("method", ["gptq", "gptq_v2", "awq"])
+@pytest.mark.parametrize(
+    "options", [{}, {"quantization": "int8"}, {"quantization": "int4"}], ids=["dense", "int8", "int4"]
+)
 def test_a_checkpoint_runs_as_the_dense_model_it_stands_for(
     model_folder: str, tmp_path: Path, method: str, options: dict[str, Any]
 ) -> None:
@@ -176,6 +220,16 @@ def test_a_checkpoint_runs_as_the_dense_model_it_stands_for(
     assert packed.weights_checksum() == expected.weights_checksum()
     sequence = np.arange(21)
     np.testing.assert_array_equal(packed.score([sequence])[0], expected.score([sequence])[0])
+
+
+def test_groups_out_of_order_are_divided_among_ranks(model_folder: str, tmp_path: Path) -> None:
+    """By rows and by columns, as the dense weights are: which group an input is of goes with it."""
+    meant = quantized_checkpoint(model_folder, tmp_path, "gptq")
+    divided, whole = LLM(str(tmp_path), tensor_parallel_size=2), LLM(model_folder)
+    whole.update_weights(meant.items(), version=1)
+    assert divided.weights_checksum() == whole.weights_checksum()
+    sequence = np.arange(21)
+    np.testing.assert_allclose(divided.score([sequence])[0], whole.score([sequence])[0], atol=1e-4)
 
 
 def test_biases_of_zero_that_gptq_writes_everywhere(model_folder: str, tmp_path: Path) -> None:
