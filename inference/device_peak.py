@@ -23,9 +23,10 @@ def _compiled_product(matrix: torch.Tensor) -> Callable[[], object]:
     from inference.kernels import cpu_decoder
     from inference.kernels.cpu_team import Team, new_signals
     from inference.kernels.cpu_tile import LANES
+    from inference.model.compiled_decoder import quantized_scratch
 
     size, team = len(matrix), Team(torch.get_num_threads())
     panels = np.empty((size // LANES, size, LANES), np.float32)
     out = np.empty((size, size), np.float32)
-    weights = (matrix.numpy(), matrix.data_ptr(), size)
-    return lambda: team.run(cpu_decoder.head, new_signals(team.threads), *weights, panels, out)
+    floats, unused = (matrix.numpy(), 0, matrix.data_ptr(), size), quantized_scratch(0, 0)
+    return lambda: team.run(cpu_decoder.head, new_signals(team.threads), *floats, panels, *unused, out)

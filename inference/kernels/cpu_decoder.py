@@ -14,12 +14,7 @@ from inference.kernels.compiling import exact, fast
 from inference.kernels.cpu_attention import attend, norm_rope_store
 from inference.kernels.cpu_linear import gated_linear, linear, share_start
 from inference.kernels.cpu_math import address, floats
-from inference.kernels.cpu_quantized_linear import (
-    quantize_panels,
-    quantized_gated_linear,
-    quantized_linear,
-    row_words,
-)
+from inference.kernels.cpu_quantized_rows import quantize_panels, row_words
 from inference.kernels.cpu_team import meet, take
 from inference.kernels.cpu_tile import LANES
 
@@ -46,7 +41,7 @@ class Shape(NamedTuple):
     norm_heads: int
     """0: queries and keys have no norm; 1: each head by itself; 2: the whole projection"""
     bits: int
-    """8 or 4: the four matrices of a layer are quantised rows, `inference.kernels.cpu_quantized_linear`; 0: floats"""
+    """8 or 4: the four matrices of a layer are quantised rows, `inference.kernels.cpu_quantized_rows`; 0: floats"""
 
 
 class LayerFields(NamedTuple):
@@ -161,8 +156,7 @@ def forward(  # type: ignore[no-untyped-def]
 @exact
 def _own_rows(thread, threads, bits, weight, num_rows, num_features):  # type: ignore[no-untyped-def]
     """The address of the weights that a thread reads first."""
-    words = row_words(bits, num_features) if bits else num_features
-    return weight + 4 * share_start(num_rows, thread, threads) * words
+    return weight + 4 * share_start(num_rows, thread, threads) * row_words(bits, num_features)
 
 
 @exact
@@ -172,20 +166,14 @@ def _linear(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Begins and ends where all have met; how often they met is returned. `beyond`: as in `linear`."""
     lanes = np.int64(LANES)  # as a literal it would have every callee compiled once more
-    if shape.bits:
-        bits, quantized = shape.bits, address(scratch.quantized)
-        scales, sums = address(scratch.token_scales), address(scratch.token_sums)
-        quantize_panels(thread, threads, bits, x, x_panel, num_features, quantized, scales, sums, tokens)
-        met = meet(signals, threads, met)
-        quantized_linear(
-            thread, threads, signals, piece, bits, weight, bias, num_rows, num_features, quantized, scales, sums, out,
-            lanes, out_panel, tokens, beyond,
-        )  # fmt: skip
-    else:
-        linear(
-            thread, threads, signals, piece, weight, bias, num_rows, num_features, x, x_panel, out, lanes, out_panel,
-            tokens, beyond,
-        )  # fmt: skip
+    quantized, scales, sums = address(scratch.quantized), address(scratch.token_scales), address(scratch.token_sums)
+    x, met = _as_multiplied(
+        thread, threads, signals, met, shape.bits, num_features, x, x_panel, quantized, scales, sums, tokens
+    )
+    linear(
+        thread, threads, signals, piece, shape.bits, weight, bias, num_rows, num_features, x, x_panel, scales, sums,
+        out, lanes, out_panel, tokens, beyond,
+    )  # fmt: skip
     return meet(signals, threads, met)
 
 
@@ -195,61 +183,45 @@ def _gated_linear(  # type: ignore[no-untyped-def]
 ):
     """As `_linear`."""
     size, model = shape.intermediate_size, shape.hidden_size
-    if shape.bits:
-        bits, quantized = shape.bits, address(scratch.quantized)
-        scales, sums = address(scratch.token_scales), address(scratch.token_sums)
-        quantize_panels(thread, threads, bits, x, x_panel, model, quantized, scales, sums, tokens)
-        met = meet(signals, threads, met)
-        quantized_gated_linear(
-            thread, threads, signals, piece, bits, weight, bias, size, model, quantized, scales, sums, out, out_panel,
-            tokens, beyond,
-        )  # fmt: skip
-    else:
-        gated_linear(
-            thread, threads, signals, piece, weight, bias, size, model, x, x_panel, out, out_panel, tokens, beyond
-        )
+    quantized, scales, sums = address(scratch.quantized), address(scratch.token_scales), address(scratch.token_sums)
+    x, met = _as_multiplied(
+        thread, threads, signals, met, shape.bits, model, x, x_panel, quantized, scales, sums, tokens
+    )
+    gated_linear(
+        thread, threads, signals, piece, shape.bits, weight, bias, size, model, x, x_panel, scales, sums, out,
+        out_panel, tokens, beyond,
+    )  # fmt: skip
     return meet(signals, threads, met)
 
 
 @exact
-def head(thread, threads, signals, hidden_RM, weight, vocab_size, panels, logits_VR):  # type: ignore[no-untyped-def]
-    """logits = weight hidden; `panels` is scratch, and `logits_VR` has room for whole panels."""
-    rows, model = hidden_RM.shape
-    _pack(thread, threads, hidden_RM, panels)
-    meet(signals, threads, np.int64(0))
-    step, piece, none = logits_VR.shape[1], np.int64(0), np.int64(0)
-    linear(
-        thread, threads, signals, piece, weight, none, vocab_size, model,
-        address(panels), model * LANES, address(logits_VR), step, np.int64(LANES), rows, none,
-    )  # fmt: skip
+def _as_multiplied(  # type: ignore[no-untyped-def]
+    thread, threads, signals, met, bits, num_features, x, x_panel, quantized, scales, sums, tokens
+):
+    """Where the tokens lie as rows of `bits` take them, and how often all have met."""
+    if bits == 0:
+        return x, met
+    quantize_panels(thread, threads, bits, x, x_panel, num_features, quantized, scales, sums, tokens)
+    return quantized, meet(signals, threads, met)
 
 
 @exact
-def quantized_head(  # type: ignore[no-untyped-def]
-    thread,
-    threads,
-    signals,
-    hidden_RM,
-    weight,
-    vocab_size,
-    panels,
+def head(  # type: ignore[no-untyped-def]
+    thread, threads, signals, hidden_RM, bits, weight, vocab_size, panels, quantized, token_scales, token_sums,
     logits_VR,
-    bits,
-    quantized,
-    token_scales,
-    token_sums,
-):
-    """`head` with rows of `bits`; what follows them is scratch too."""
+):  # fmt: skip
+    """logits = weight hidden; `panels` and what follows it are scratch, and `logits_VR` has room for whole panels."""
     rows, model = hidden_RM.shape
     _pack(thread, threads, hidden_RM, panels)
     met = meet(signals, threads, np.int64(0))
-    tokens, scales, sums = address(quantized), address(token_scales), address(token_sums)
-    quantize_panels(thread, threads, bits, address(panels), model * LANES, model, tokens, scales, sums, rows)
-    meet(signals, threads, met)
-    step, piece, none = logits_VR.shape[1], np.int64(0), np.int64(0)
-    quantized_linear(
-        thread, threads, signals, piece, bits, weight, none, vocab_size, model,
-        tokens, scales, sums, address(logits_VR), step, np.int64(LANES), rows, none,
+    piece, none, x_panel = np.int64(0), np.int64(0), model * LANES
+    scales, sums = address(token_scales), address(token_sums)
+    x, _ = _as_multiplied(
+        thread, threads, signals, met, bits, model, address(panels), x_panel, address(quantized), scales, sums, rows
+    )
+    linear(
+        thread, threads, signals, piece, bits, weight, none, vocab_size, model, x, x_panel, scales, sums,
+        address(logits_VR), logits_VR.shape[1], np.int64(LANES), rows, none,
     )  # fmt: skip
 
 

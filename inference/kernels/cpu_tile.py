@@ -22,6 +22,7 @@ LANES = 16  # tokens of a panel: neighbours in memory
 WIDE = 16 if has("avx512f") else 8  # floats of a vector register
 FULL_RATE = WIDE == 16 and NAME != "znver4"  # which computes the two halves in turn
 
+LONG_ROW = 1 << 14  # bytes; a block of longer ones, fetched ahead, would push the present one out of the cache
 PART = 192  # input features summed in one chain; longer chains lose digits, shorter ones time
 
 

@@ -90,14 +90,15 @@ class CompiledDecoder:
         logits_VR = self._logits_VR.reshape(-1)[: padded * len(head)].reshape(len(head), padded)
         bits = _BITS[head.dtype]
         self.team.run(
-            cpu_decoder.quantized_head if bits else cpu_decoder.head,
+            cpu_decoder.head,
             new_signals(self.team.threads),
             hidden_RM.numpy(),
+            bits,
             head.data_ptr(),
             len(head),
             np.zeros((panels, hidden_size, LANES), np.float32),
+            *quantized_scratch(panels if bits else 0, hidden_size),
             logits_VR,
-            *((bits, *_quantized_scratch(panels, hidden_size)) if bits else ()),
             threads=self._threads_for(2 * rows * head.numel()),
         )
         return torch.from_numpy(logits_VR).T[:rows]
@@ -147,12 +148,13 @@ class CompiledDecoder:
             np.zeros((threads, arch.head_dim, LANES), np.float32),
             np.zeros((threads, arch.head_dim * self._block_size), np.float32),
             np.zeros((threads, arch.num_heads, arch.head_dim), np.float32),
-            *_quantized_scratch(panels, max(arch.hidden_size, arch.intermediate_size, arch.num_heads * arch.head_dim)),
+            *quantized_scratch(panels, max(arch.hidden_size, arch.intermediate_size, arch.num_heads * arch.head_dim)),
             panel(-(-arch.hidden_size // cpu_decoder.PART)),
         )
 
 
-def _quantized_scratch(panels: int, features: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def quantized_scratch(panels: int, features: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Room for tokens as quantised rows take them: bytes, scales and sums of groups."""
     groups = -(-features // GROUP)
     return (
         np.zeros((panels, 2, groups * QUADS, LANES), np.int32),

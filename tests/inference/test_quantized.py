@@ -17,8 +17,9 @@ from safetensors.torch import load_file, save_file
 from inference import LLM, SamplingParams
 from inference.kernels.compiling import exact
 from inference.kernels.cpu_dot import DOT, PAIRS, SUPPORTED
+from inference.kernels.cpu_linear import linear
 from inference.kernels.cpu_math import address
-from inference.kernels.cpu_quantized_linear import product, quantize_panels, quantized_linear
+from inference.kernels.cpu_quantized_rows import product, quantize_panels
 from inference.kernels.cpu_team import Team, new_signals
 from inference.kernels.cpu_tile import LANES
 from inference.quantization import int4, int8
@@ -32,6 +33,7 @@ INT8: dict[str, Any] = {"quantization": "int8", "max_num_seqs": 8, "kv_cache_tok
 WITH_HEAD = INT8 | {"quantize_head": True}
 INT4 = INT8 | {"quantization": "int4"}
 INT4_WITH_HEAD = INT4 | {"quantize_head": True}
+INT8_KV: dict[str, Any] = {"kv_cache_dtype": "int8", "max_num_seqs": 8, "kv_cache_tokens": 2048}
 every_precision = pytest.mark.parametrize(
     "options",
     [INT8, WITH_HEAD, INT4, INT4_WITH_HEAD],
@@ -103,9 +105,9 @@ def _layer(  # type: ignore[no-untyped-def]
     panel, piece, none, lanes = np.int64(num_features * LANES), np.int64(0), np.int64(0), np.int64(LANES)
     into, each, totals = address(quantized), address(scales), address(sums)
     quantize_panels(thread, threads, bits, address(x), panel, num_features, into, each, totals, tokens)
-    quantized_linear(
-        thread, threads, signals, piece, bits, weight, none, num_rows, num_features, into, each, totals, address(out),
-        lanes, np.int64(num_rows * LANES), tokens, none,
+    linear(
+        thread, threads, signals, piece, bits, weight, none, num_rows, num_features, into, none, each, totals,
+        address(out), lanes, np.int64(num_rows * LANES), tokens, none,
     )  # fmt: skip
 
 
@@ -237,6 +239,24 @@ def test_compiled_engine_and_torch_twin_score_alike(model_folder: str, options: 
 
 
 @every_precision
+def test_an_engine_scores_as_the_dense_model_that_its_rows_stand_for(model: str, options: dict[str, Any]) -> None:
+    """Only tokens are rounded beside that, to 16 bits."""
+    quantized, dense = LLM(model, **options), LLM(model, **(options | {"quantization": None, "quantize_head": False}))
+    decoder, meant = quantized.engine.decoder, {}
+    for name, shard in decoder.shards.items():
+        stored = decoder.tensors[name]
+        rounded = stored.dtype != torch.float32
+        form = FORMATS[options["quantization"]]
+        meant[name] = form.dequantize_rows(stored, shard.shape[1]) if rounded else stored.clone()
+    dense.update_weights(meant.items(), version=1)
+    if decoder.head is not decoder.embedding and dense.engine.decoder.arch.tied:
+        pytest.skip("a tied head in fewer bits than the embedding is no dense model's")
+    sequences = [np.arange(21, dtype=np.int64), np.array([4, 4, 10, 2, 2, 2, 19])]
+    for one, other in zip(quantized.score(sequences), dense.score(sequences), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-3)
+
+
+@every_precision
 def test_a_request_alone_and_in_a_batch_is_bitwise_the_same(model_folder: str, options: dict[str, Any]) -> None:
     together = LLM(model_folder, deterministic=True, **options).generate(PROMPTS, SAMPLED)
     alone = LLM(model_folder, deterministic=True, max_tokens_per_step=2, **options)
@@ -267,7 +287,11 @@ def folder_with(weights: dict[str, torch.Tensor], like: str, folder: Path) -> st
     return str(folder)
 
 
-@every_precision
+@pytest.mark.parametrize(
+    "options",
+    [INT8, WITH_HEAD, INT4, INT4_WITH_HEAD, INT8_KV, INT4_WITH_HEAD | INT8_KV],
+    ids=["int8", "head in int8", "int4", "head in int4", "int8 KV", "int4 and int8 KV"],
+)
 def test_an_update_equals_a_cold_load_bit_for_bit(model: str, options: dict[str, Any], tmp_path: Path) -> None:
     updated = LLM(model, **options)
     addresses = {name: tensor.data_ptr() for name, tensor in updated.engine.decoder.tensors.items()}

@@ -1,7 +1,7 @@
-"""Linear layers with weights in 8 or 4 bits over panels of tokens: `inference.kernels.cpu_linear` with other products.
+"""A few rows of weights in 8 or 4 bits times panels of tokens: which block shape for how many tokens.
 
-`bits` says which: layouts are those of `inference.kernels.cpu_int8_tile` and `cpu_int4_tile`, of tokens those of
-`inference.kernels.cpu_dot`. Addresses and steps are in words of 4 bytes.
+`bits` says which, 8 or 4; layouts are those of `inference.kernels.cpu_int8_tile` and `cpu_int4_tile`, of tokens those
+of `inference.kernels.cpu_dot`. Steps are in words of 4 bytes.
 """
 
 from typing import Any
@@ -16,13 +16,14 @@ from inference.kernels.compiling import exact
 from inference.kernels.cpu_dot import DOT, WIDE, quantize
 from inference.kernels.cpu_int4_tile import GROUP, QUADS, WORDS, group_sums
 from inference.kernels.cpu_ir import integer, offset
-from inference.kernels.cpu_linear import LONG_ROW, add_bias, chunk_rows, gate, take_rows
-from inference.kernels.cpu_math import floats
-from inference.kernels.cpu_tile import LANES
+from inference.kernels.cpu_tile import LANES, LONG_ROW
 
 
 @exact
 def row_words(bits, num_features):  # type: ignore[no-untyped-def]
+    """Of a row of weights; `bits` 0 stands for floats."""
+    if bits == 0:
+        return num_features
     words = (num_features + 3) // 4 + 2 if bits == 8 else (num_features + GROUP - 1) // GROUP * (WORDS + 1)
     return (words + 3) // 4 * 4
 
@@ -45,50 +46,9 @@ def quantize_panels(thread, threads, bits, x, x_panel, num_features, quantized, 
 
 
 @exact
-def quantized_linear(  # type: ignore[no-untyped-def]
-    thread, threads, signals, piece, bits, weight, bias, num_rows, num_features, x, scales, sums, out, out_step,
-    out_panel, tokens, beyond,
-):  # fmt: skip
-    """out = weight x + bias, in float32. `bias` may be 0; `beyond` is that of `linear`."""
-    words = row_words(bits, num_features)
-    size = chunk_rows(num_rows, words, threads)
-    while True:
-        first, end, stop = take_rows(thread, threads, signals, piece, num_rows, size)
-        if first == end:
-            return
-        rows, w, to = end - first, weight + 4 * first * words, out + 4 * first * out_step
-        after = w + 4 * rows * words if end < stop else beyond
-        _rows(bits, w, words, num_features, x, scales, sums, to, out_step, out_panel, rows, tokens, after)
-        if bias != 0:
-            add_bias(floats(bias + 4 * first, rows), to, out_step, out_panel, tokens)
-
-
-@exact
-def quantized_gated_linear(  # type: ignore[no-untyped-def]
-    thread, threads, signals, piece, bits, weight, bias, size, num_features, x, scales, sums, out, panel, tokens, beyond
-):
-    """out[:size] = silu(gate x) * (up x); `weight` holds gate above up, and so does `out` for the time being."""
-    words = row_words(bits, num_features)
-    taken, lanes = chunk_rows(size, words, threads), np.int64(LANES)
-    while True:
-        first, end, stop = take_rows(thread, threads, signals, piece, size, taken)
-        if first == end:
-            return
-        rows, w = end - first, weight + 4 * first * words
-        after = w + 4 * rows * words if end < stop else beyond
-        for row, following in ((first, w + 4 * size * words), (size + first, after)):
-            w, to = weight + 4 * row * words, out + 4 * row * LANES
-            _rows(bits, w, words, num_features, x, scales, sums, to, lanes, panel, rows, tokens, following)
-            if bias != 0:
-                add_bias(floats(bias + 4 * row, rows), to, lanes, panel, tokens)
-        for at in range(0, tokens, LANES):
-            start = out + 4 * (at // LANES * panel + first * LANES)
-            gate(floats(start, rows * LANES), floats(start + 4 * size * LANES, rows * LANES))
-
-
-@exact
-def _rows(bits, w, words, num_features, x, scales, sums, out, out_step, out_panel, rows, tokens, after):  # type: ignore[no-untyped-def]
-    """Blocks as high and wide as the registers allow, 16 (AVX2) or 32 (AVX-512)."""
+def quantized_rows(bits, w, words, num_features, x, scales, sums, out, out_step, out_panel, rows, tokens, after):  # type: ignore[no-untyped-def]
+    """As `inference.kernels.cpu_float_rows.float_rows`: blocks as high and wide as the registers allow, 16 (AVX2) or 32
+    (AVX-512)."""
     quads = token_quads(bits, num_features)
     count = quads if bits == 8 else quads // QUADS
     left, planes, groups = (tokens + LANES - 1) // LANES, 2 * quads * LANES, quads // QUADS * LANES
