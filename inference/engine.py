@@ -93,8 +93,7 @@ class Engine:
         self._finished: list[Sequence] = []
         """for the next `step` to return"""
         self.clock = StatsClock()
-        blocks = self.scheduler.allocator.num_blocks
-        self.speculation = new_speculation(config, self.decoder, num_blocks=blocks, totals=self.clock.totals)
+        self.speculation = new_speculation(config, self.runner, totals=self.clock.totals)
         self._costs = CostModel(
             replace(self.decoder.arch, num_kv_heads=self.decoder.local.num_kv_heads * config.tensor_parallel_size),
             num_parameters=self.decoder.num_resident_parameters,

@@ -11,9 +11,9 @@ from olmorl.contract.generation import EngineConfig, Kernels, KvCacheDtype, Quan
 def check_config(config: EngineConfig) -> None:
     """Raises ConfigError naming option, value and range."""
     counts = ("max_num_seqs", "kv_cache_tokens", "block_size", "max_tokens_per_step", "tensor_parallel_size")
-    speculative = ("speculative_tokens", "speculative_step_tokens")
-    for name in (*counts, *speculative, "max_model_len", "threads"):
-        value, least = getattr(config, name), 2 if name == "max_model_len" else 1
+    others = {"speculative_tokens": 1, "speculative_step_tokens": 0, "max_model_len": 2, "threads": 1}
+    for name, least in (dict.fromkeys(counts, 1) | others).items():
+        value = getattr(config, name)
         if value is None and name in ("max_model_len", "kv_cache_tokens", "threads"):
             continue
         if not isinstance(value, int) or value < least:

@@ -11,11 +11,13 @@ from inference.kv_blocks import window_pool_blocks
 from inference.model.architecture import Architecture
 from inference.model.decoder import Decoder
 from inference.model.kv_pools import KVPools
-from inference.sampler import SamplingBatch, sample
+from inference.request import Request
+from inference.sampler import SamplingTable, sample
 from inference.scheduler import Scheduler
+from inference.speculative.step_limit import LARGEST
 from inference.step_batch import dense_batch
 from olmorl.contract.errors import ConfigError
-from olmorl.contract.generation import EngineConfig
+from olmorl.contract.generation import EngineConfig, SamplingParams
 
 
 def new_scheduler(decoder: Decoder, config: EngineConfig, *, max_model_len: int) -> Scheduler:
@@ -104,7 +106,26 @@ def blocks_that_fit(room: int, arch: Architecture, *, head_bytes: int, config: E
 
 @torch.inference_mode()
 def largest_step(decoder: Decoder, config: EngineConfig) -> None:
-    """`max_tokens_per_step` tokens of prompts and a draw for every slot, over a pool of their own."""
+    """`max_tokens_per_step` tokens of prompts and a draw for every slot, over a pool of their own.
+
+    Every slot has a penalty, whose counts stay once they are there, and a truncation, for which the sampler may have to
+    write the logits out once more.
+    """
+    rows = config.max_num_seqs
+    if config.max_draft:
+        rows = max(rows, config.speculative_step_tokens or LARGEST)
+    params = SamplingParams(n=rows, top_k=1, repetition_penalty=1.5)
+    request = Request("", [0], params, 0, 0, tuple(range(rows)), stop_ids=frozenset(), max_tokens=2)
+    sampling, gpu_sampler = SamplingTable(rows), new_gpu_sampler(decoder)
+    for row, sequence in enumerate(request.sequences):
+        sequence.row = row
+        sampling.set(sequence)
+
+    def draw(hidden_M: torch.Tensor) -> None:
+        logits_RV = decoder.logits(hidden_M.expand(rows, -1).contiguous())
+        sample(logits_RV, sampling.batch(request.sequences), decoder.team, gpu_sampler)
+
+    draw(decoder.norm)  # as good as any: from here on the counts are there
     length = min(config.max_model_len or decoder.arch.max_positions, config.max_tokens_per_step)
     whole, rest = divmod(config.max_tokens_per_step, length)
     sequences = [np.zeros(length, np.int64)] * whole + [np.zeros(rest, np.int64)] * (rest > 0)
@@ -112,10 +133,4 @@ def largest_step(decoder: Decoder, config: EngineConfig) -> None:
     pools = KVPools(
         decoder.local, blocks, None, block_size=config.block_size, dtype=decoder.kv_dtype, device=decoder.device
     )
-    hidden_TM = decoder.forward(batch, pools)
-    rows = config.max_num_seqs
-    logits_RV = decoder.logits(hidden_TM[:1].expand(rows, -1).contiguous())
-    ones = np.ones(rows, np.float32)
-    # A truncation makes the sampler write the logits out once more, as it may have to.
-    rules = SamplingBatch(ones, np.ones(rows, np.int64), ones, 0 * ones, np.zeros((rows, 2), np.int64))
-    sample(logits_RV, rules, decoder.team, new_gpu_sampler(decoder))
+    draw(decoder.forward(batch, pools)[0])

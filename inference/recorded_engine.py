@@ -14,7 +14,7 @@ Weights are a whole copy of the model for each version: this is for finding a fa
 import json
 import os
 from collections.abc import Sequence as Items
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,8 @@ class RecordedEngine(WatchedEngine):
         self._weights = path.parent / "weights"
         self._weights.mkdir(parents=True, exist_ok=True)
         self._file = path.open("w", buffering=1)  # a line at a time: what happened before a crash is there
-        self._write("engine", config=asdict(config), version=initial_version)
+        measured = replace(config, speculative_step_tokens=self.speculation.step_tokens)
+        self._write("engine", config=asdict(measured), version=initial_version)
 
     def add(
         self,

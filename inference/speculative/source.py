@@ -1,21 +1,27 @@
 """The source of drafts that a config asks for."""
 
-from inference.model.decoder import Decoder
 from inference.model.load import load_decoder, resolve_folder
-from inference.runner import RunnerConfig
+from inference.runner import Runner, RunnerConfig
 from inference.speculative.draft_model import DraftModel
 from inference.speculative.speculation import Speculation
+from inference.speculative.step_limit import measured_step_tokens
 from inference.speculative.suffix_drafts import SuffixDrafts
 from inference.stats import CostModel, EngineStats
 from olmorl.contract.errors import ConfigError
 from olmorl.contract.generation import EngineConfig
 
 
-def new_speculation(config: EngineConfig, target: Decoder, *, num_blocks: int, totals: EngineStats) -> Speculation:
-    """`num_blocks`: of the target's KV pool. What a draft model computes is counted in `totals` too."""
-    limits = {"max_draft": config.max_draft, "step_tokens": config.speculative_step_tokens}
+def new_speculation(config: EngineConfig, runner: Runner, *, totals: EngineStats) -> Speculation:
+    """`runner` is that of the model whose tokens are guessed, and nobody uses it yet. What a draft model computes is
+    counted in `totals` too."""
     if config.speculative is None:
         return Speculation()
+    target = runner.decoder
+    max_model_len = config.max_model_len or target.arch.max_positions
+    step_tokens = config.speculative_step_tokens
+    if step_tokens == 0:
+        step_tokens = measured_step_tokens(runner, max_tokens=min(config.max_tokens_per_step, max_model_len))
+    limits = {"max_draft": config.max_draft, "step_tokens": step_tokens}
     if config.speculative == "suffix":
         return SuffixDrafts(**limits)
     assert config.draft_model is not None, "check_config"
@@ -23,7 +29,7 @@ def new_speculation(config: EngineConfig, target: Decoder, *, num_blocks: int, t
         resolve_folder(config.draft_model),
         dtype=config.dtype,
         device=str(target.device),
-        max_model_len=config.max_model_len or target.arch.max_positions,
+        max_model_len=max_model_len,
         kernels=config.kernels,
     )
     if decoder.arch.vocab_size != target.arch.vocab_size:
@@ -34,7 +40,7 @@ def new_speculation(config: EngineConfig, target: Decoder, *, num_blocks: int, t
     costs = CostModel(
         decoder.arch, num_parameters=decoder.num_parameters, element_size=decoder.embedding.element_size()
     )
-    runner = RunnerConfig(num_blocks=num_blocks, block_size=config.block_size)
+    pool = RunnerConfig(num_blocks=runner.config.num_blocks, block_size=config.block_size)
     return DraftModel(
-        decoder, runner, **limits, max_tokens_per_step=config.max_tokens_per_step, costs=costs, totals=totals
+        decoder, pool, **limits, max_tokens_per_step=config.max_tokens_per_step, costs=costs, totals=totals
     )

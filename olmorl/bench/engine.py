@@ -119,6 +119,7 @@ def bench_engine(model: str, workload: Path, options: Mapping[str, Any]) -> dict
         "preemptions": int(total["preemptions"]),
     }
     if options.get("speculative") is not None:
+        result["speculative_step_tokens"] = llm.engine.speculation.step_tokens
         result["drafted_tokens"] = int(total["drafted_tokens"])
         result["accepted_tokens"] = int(total["accepted_tokens"])
         result["draft_acceptance"] = total["accepted_tokens"] / max(total["drafted_tokens"], 1)

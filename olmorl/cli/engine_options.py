@@ -41,7 +41,10 @@ def _options(
     draft_model: Annotated[str | None, typer.Option(help="Of --speculative model.")] = None,
     speculative_tokens: Annotated[int, typer.Option(help="Guessed at once for one sample, at most.")] = 7,
     speculative_step_tokens: Annotated[
-        int, typer.Option(help="What a step may grow to by guesses; with so many samples running, none is made.")
+        int,
+        typer.Option(
+            help="What a step may grow to by guesses; with so many samples running, none is made. 0: measured."
+        ),
     ] = 16,
     overlap: Annotated[
         bool | None, typer.Option(help="Launch a step before the last one's tokens are read; on a GPU if not given.")

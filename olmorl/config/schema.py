@@ -134,8 +134,9 @@ class InferenceSection(Section):
     """folder or hub id of a smaller model with the same vocabulary; it stays as it is while the policy is trained"""
     speculative_tokens: int = Field(7, ge=1)
     """guessed at once for one sample, at most"""
-    speculative_step_tokens: int = Field(16, ge=1)
-    """guesses are made while a step has fewer tokens than that, and fill it up: with so many samples running, none"""
+    speculative_step_tokens: int = Field(16, ge=0)
+    """guesses are made while a step has fewer tokens than that, and fill it up: with so many samples running, none.
+    0: measured by each worker at its start, up to where a step costs a third more than one of a single token"""
     tensor_parallel: int = Field(1, ge=1)
     """devices of one machine that each worker divides its model among"""
     overlap: bool | None = None

@@ -208,7 +208,8 @@ class EngineConfig:
     speculative_tokens: int = 7
     """guessed at once for one sample, at most"""
     speculative_step_tokens: int = 16
-    """guesses are made while a step has fewer tokens than that, and fill it up: with so many samples running, none"""
+    """guesses are made while a step has fewer tokens than that, and fill it up: with so many samples running, none.
+    0: measured at the start, up to where a step costs a third more than one of a single token"""
     kernels: Kernels = "auto"
     """"auto": compiled ones on a CPU in float32, Triton's on CUDA; "torch" keeps to the definitions in torch; "triton"
     needs CUDA or, to try the kernels on a CPU, TRITON_INTERPRET=1 before the start"""

@@ -34,8 +34,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def bench(model: str, folder: Path, *flags: str) -> dict[str, Any]:
-    (folder / "load.json").write_text(json.dumps(LOAD))
+def bench(model: str, folder: Path, *flags: str, load: list[dict[str, Any]] = LOAD) -> dict[str, Any]:
+    (folder / "load.json").write_text(json.dumps(load))
     out = folder / "out.json"
     command = ["bench", "engine", "--model", model, "--workload", str(folder / "load.json"), "--json", str(out)]
     assert run([*command, "--threads", "1", "--kv-cache-tokens", "512", *flags]) == 0
@@ -72,6 +72,15 @@ def test_with_guesses_the_same_tokens_take_fewer_steps(model: str, tmp_path: Pat
     assert out["output_tokens"] == 16 and out["steps"] < 9
     assert out["draft_acceptance"] == 1 and 1 < out["tokens_per_verification"] <= 4
     assert out["drafted_tokens"] == out["accepted_tokens"] > 0
+
+
+def test_guesses_from_what_was_said_up_to_a_measured_number_of_tokens(model: str, tmp_path: Path) -> None:
+    load = [{"prompt": [5, 6, 7, 8, 9], "max_tokens": 59, "group": group} for group in (0, 0, 1)]
+    out = bench(model, tmp_path, "--speculative", "suffix", load=load)
+    assert out["output_tokens"] == 3 * 59 and out["speculative_step_tokens"] == 16
+    assert out["drafted_tokens"] >= out["accepted_tokens"] > 0 and out["draft_acceptance"] <= 1
+    measured = bench(model, tmp_path, "--speculative", "suffix", "--speculative-step-tokens", "0", load=load)
+    assert measured["speculative_step_tokens"] in (1, 2, 4, 8, 16, 32, 64) and measured["output_tokens"] == 3 * 59
 
 
 @pytest.mark.parametrize(

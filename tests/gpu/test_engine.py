@@ -14,9 +14,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Olmo2Config, Olmo3Co
 
 from inference import LLM, SamplingParams
 from inference.gpu_check.random_model import TINY, random_decoder, random_step
+from inference.gpu_sampling import GpuSampler
 from inference.kv_blocks import window_pool_blocks
 from inference.memory_plan import blocks_that_fit, kv_room, largest_step
 from inference.model.architecture import Architecture
+from inference.model.decoder import Decoder
+from inference.model.kv_pools import KVPools
+from inference.step_batch import StepBatch
 from olmorl.contract.errors import ConfigError
 from olmorl.contract.generation import EngineConfig
 
@@ -224,6 +228,29 @@ def test_memory_is_measured_on_a_gpu_and_refused_on_a_cpu(family: tuple[Path, An
 def test_the_largest_step_runs(device: torch.device) -> None:
     decoder = random_decoder(TINY, length=12, dtype=torch.float32, device=device)
     largest_step(decoder, EngineConfig(model="", max_num_seqs=3, max_tokens_per_step=17, max_model_len=12))
+
+
+def test_the_largest_step_has_the_counts_of_penalties_beside_it(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They stay once a slot has had a penalty: there from before the prompts are computed, a row for each slot."""
+    counted: list[tuple[int, int]] = []
+    samplers: list[GpuSampler] = []
+    decoder = random_decoder(TINY, length=12, dtype=torch.float32, device=device)
+    forward = decoder.forward
+
+    def make(decoder: Decoder) -> GpuSampler:
+        samplers.append(GpuSampler(decoder.arch.vocab_size, device))
+        return samplers[-1]
+
+    def watched(batch: StepBatch, pools: KVPools) -> torch.Tensor:
+        counted.extend(tuple(sampler._counts.counts_CV.shape) for sampler in samplers)  # type: ignore[misc]
+        return forward(batch, pools)
+
+    monkeypatch.setattr("inference.memory_plan.new_gpu_sampler", make)
+    monkeypatch.setattr(decoder, "forward", watched)
+    largest_step(decoder, EngineConfig(model="", max_num_seqs=3, max_tokens_per_step=17, max_model_len=12))
+    assert len(counted) == 1 and counted[0][0] >= 3 and counted[0][1] == decoder.arch.vocab_size
 
 
 def test_an_engine_that_has_a_share_of_the_gpu_plans_within_it() -> None:

@@ -22,10 +22,8 @@ from inference.llm import RequestOutput
 from inference.model.architecture import read_architecture
 from inference.replay import replay_schedule
 from inference.request import Sequence
-from inference.speculative.acceptance import Acceptance
 from inference.speculative.draft_model import DraftModel
 from inference.speculative.suffix_drafts import SuffixDrafts
-from inference.speculative.suffix_index import ORDER, SuffixIndex
 from olmorl.contract.errors import ConfigError, WeightUpdateError
 
 PROMPTS = [[1, 10, 2, 11], [3, 10, 4, 10, 5, 11], [9] * 17, [0], [3, 10, 4, 10, 5, 11, 2, 2, 7]]
@@ -87,8 +85,12 @@ def both(folder: str, prompts: list[list[int]], params: list[SamplingParams], *,
     return outs, drafted.generate(prompts, params), drafted
 
 
+def ruled(rule: int, n: int, length: int) -> SamplingParams:
+    return SamplingParams(n=n, max_tokens=max(length, RULES[rule].get("min_tokens", 1)), seed=rule, **RULES[rule])
+
+
 requests = st.lists(
-    st.tuples(st.integers(0, len(PROMPTS) - 1), st.integers(0, len(RULES) - 1), st.integers(1, 3), st.integers(9, 30)),
+    st.tuples(st.integers(0, len(PROMPTS) - 1), st.integers(0, len(RULES) - 1), st.integers(1, 3), st.integers(1, 30)),
     min_size=1,
     max_size=4,
 )
@@ -108,7 +110,7 @@ options = st.fixed_dictionaries(
 @given(asked=requests, room=options, wrong=st.sampled_from([0.0, 0.2, 0.6]))
 def test_nothing_but_the_number_of_steps_differs(model_folder: str, asked: list[Any], room: Any, wrong: float) -> None:
     """Any rules, with preemption, chunked prefill and prefix caching."""
-    params = [SamplingParams(n=n, max_tokens=length, seed=rule, **RULES[rule]) for _, rule, n, length in asked]
+    params = [ruled(rule, n, length) for _, rule, n, length in asked]
     plain, drafted, llm = both(model_folder, [PROMPTS[p] for p, *_ in asked], params, wrong=wrong, **room)
     assert seen(drafted) == seen(plain)
     assert [out.prompt_logprobs for out in drafted] == [out.prompt_logprobs for out in plain]
@@ -165,10 +167,45 @@ def test_on_the_definitions_in_torch(model_folder: str, rules: dict[str, Any]) -
     assert llm.stats()["accepted_tokens"] > 0
 
 
-def test_int8_engines_too(model_folder: str) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [{"quantization": "int8"}, {"quantization": "int4", "quantize_head": True, "kv_cache_dtype": "int8"}],
+    ids=["int8", "int4 and int8 KV"],
+)
+def test_quantised_engines_too(model_folder: str, options: dict[str, Any]) -> None:
     params = [SamplingParams(n=2, max_tokens=30, seed=4)] * 3
-    plain, drafted, llm = both(model_folder, PROMPTS[:3], params, wrong=0.2, quantization="int8")
+    plain, drafted, llm = both(model_folder, PROMPTS[:3], params, wrong=0.2, **options)
     assert seen(drafted) == seen(plain) and llm.stats()["accepted_tokens"] > 0
+
+
+@pytest.mark.parametrize("speculative", ["suffix", "model"])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_requests_that_are_given_up_have_the_beginning_of_what_they_would_have_said(
+    model_folder: str, speculative: str, overlap: bool
+) -> None:
+    """In the middle of drafts, and whoever goes on notices nothing of it."""
+    params = [SamplingParams(n=2, max_tokens=40, seed=seed, ignore_eos=True) for seed in range(5)]
+    whole = LLM(model_folder, threads=1).generate(PROMPTS, params)
+    draft_model = model_folder if speculative == "model" else None
+    llm = LLM(
+        model_folder, threads=1, max_num_seqs=4, kv_cache_tokens=200, block_size=4, overlap=overlap,
+        speculative=speculative, draft_model=draft_model,
+    )  # fmt: skip
+    names = [llm.add_request(prompt, one) for prompt, one in zip(PROMPTS, params, strict=True)]
+    done: dict[str, RequestOutput] = {}
+    for step in range(500):
+        if step in (3, 7):
+            assert llm.abort(names[step // 3])
+        done.update({out.request_id: out for out in llm.step()})
+        if not llm.has_unfinished():
+            break
+    assert llm.stats()["accepted_tokens"] > 0 and llm.stats()["kv_usage"] == 0
+    for number, (name, expected) in enumerate(zip(names, whole, strict=True)):
+        given_up = number in (1, 2)
+        for one, other in zip(done[name].samples, expected.samples, strict=True):
+            length = len(one.token_ids)
+            assert (one.token_ids, one.logprobs) == (other.token_ids[:length], other.logprobs[:length])
+            assert length < 40 if given_up else length == 40
 
 
 # Distributions
@@ -401,117 +438,6 @@ def test_a_recorded_schedule_comes_out_the_same(model_folder: str, tmp_path: Pat
     assert report.divergence is None and report.steps == llm.stats()["steps"] and llm.stats()["accepted_tokens"] > 0
 
 
-# Where drafts come from, and how long they are
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    shared=st.lists(st.integers(0, 3), max_size=9),
-    texts=st.lists(st.lists(st.integers(0, 3), max_size=24), min_size=1, max_size=4),
-    asked=st.integers(0, 3),
-    most=st.integers(1, 8),
-)
-def test_the_longest_match_among_the_latest(shared: list[int], texts: list[list[int]], asked: int, most: int) -> None:
-    index = SuffixIndex(len(shared))
-    numbers = [index.add(list(shared)) for _ in texts]
-    order = [(0, at) for at in range(ORDER, len(shared))]
-    order += [(number, len(shared)) for number in numbers if len(shared) >= ORDER]
-    index.continuation(0, 1)
-    for step in range(24):  # they grow in turn
-        for number, text in zip(numbers, texts, strict=True):
-            index.texts[number].extend(text[step : step + 1])
-            at = len(shared) + step + 1
-            if at >= ORDER and step < len(text):
-                order.append((number, at))
-        index.continuation(0, 1)
-    number = numbers[asked % len(texts)]
-    text = index.texts[number]
-    draft, matched = index.continuation(number, most)
-
-    def length(source: int, at: int) -> int:
-        other, count = index.texts[source][:at], 0
-        while count < min(at, len(text)) and other[-1 - count] == text[-1 - count]:
-            count += 1
-        return count
-
-    places = [p for p in reversed(order) if p != (number, len(text)) and length(*p) >= ORDER][:16]
-    usable = [place for place in places if place[1] < len(index.texts[place[0]])]
-    if not usable:
-        assert (draft, matched) == ([], 0)
-        return
-    source, at = max(usable, key=lambda place: length(*place))  # the latest of equals
-    assert matched == length(source, at)
-    source = number if at < len(shared) else source
-    expected = index.texts[source][at : at + most]
-    while source == number and len(expected) < most:
-        expected.append((text + expected)[at + len(expected)])
-    assert draft == expected
-
-
-def test_drafts_grow_while_they_are_right_and_are_tried_again_later() -> None:
-    acceptance = Acceptance(least=0.3)
-    begin = acceptance.length(3, 7)
-    assert 2 <= begin < 7
-    for _ in range(20):
-        acceptance.observe(3, 7, 7)
-    assert acceptance.length(3, 7) == 7
-    for _ in range(20):
-        acceptance.observe(3, 2, 0)
-    assert acceptance.length(3, 7) == 0
-    assert acceptance.length(20, 7) == begin, "a long match is another matter"
-    waited = next(i for i in range(1000) if acceptance.length(3, 7))
-    assert 5 < waited < 200
-
-
-def test_a_prompt_is_brought_in_once() -> None:
-    """Copies of it would be all the places that are looked at, and hide an earlier and longer match."""
-    prompt = [7, 1, 2, 3, 50, 8, 1, 2, 3, 51]
-    index = SuffixIndex(len(prompt))
-    for own in range(40):
-        index.add([*prompt, 100 + own])
-    index.texts[9] += [7, 1, 2, 3]
-    assert index.continuation(9, 2) == ([50, 8], 4)
-    assert index.num_indexed == (11 - 2) + 39 * 2 + 4
-
-
-@pytest.mark.parametrize("n", [1, 20])
-def test_texts_of_closed_prompts_are_kept_within_bounds(
-    model_folder: str, monkeypatch: pytest.MonkeyPatch, n: int
-) -> None:
-    """Also where the batch is too full for anybody to draft."""
-    monkeypatch.setattr("inference.speculative.suffix_drafts._KEPT_TOKENS", 50 * n)
-    llm = LLM(model_folder, threads=1, speculative="suffix")
-    for prompt in PROMPTS:
-        llm.generate([prompt], SamplingParams(n=n, max_tokens=20, ignore_eos=True))
-    speculation = llm.engine.speculation
-    assert isinstance(speculation, SuffixDrafts) and not speculation._open
-    kept = [sum(map(len, texts.index.texts)) for texts in speculation._idle.values()]
-    assert 1 <= len(kept) < len(PROMPTS) and sum(kept) == speculation._idle_tokens <= 50 * n
-
-
-def test_the_texts_of_a_prompt_that_is_asked_again_and_again_begin_anew(
-    model_folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("inference.speculative.suffix_drafts.MOST_TOKENS", 1000)
-    llm = LLM(model_folder, threads=1, speculative="suffix")
-    for _ in range(8):
-        llm.generate([PROMPTS[0]], SamplingParams(n=20, max_tokens=20, ignore_eos=True))
-    assert isinstance(llm.engine.speculation, SuffixDrafts)
-    [texts] = llm.engine.speculation._idle.values()
-    assert sum(map(len, texts.index.texts)) < 1000 + 20 * 24
-
-
-def test_an_index_that_is_full_takes_in_the_text_that_is_asked_for_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference.speculative.suffix_index.MOST_TOKENS", 10)
-    index = SuffixIndex()
-    texts = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3, 4, 5], [7, 6, 5, 4, 3], [8, 7, 6, 5, 4, 8, 7, 6]]
-    for text in texts:
-        index.add(text)
-    assert index.continuation(0, 2) == ([6, 7], 5)
-    assert index.continuation(2, 2) == ([5, 4], 3)
-    assert index.num_indexed == sum(len(texts[number]) + 1 - ORDER for number in (0, 2))
-
-
 # A draft model
 
 
@@ -524,7 +450,7 @@ def other(llm: LLM, scale: float) -> list[tuple[str, torch.Tensor]]:
 @given(asked=requests, room=options, scale=st.sampled_from([0.0, 0.03]))
 def test_a_draft_model(model_folder: str, asked: list[Any], room: Any, scale: float) -> None:
     """One that is the model itself is always right: it draws with the same rules and noise, behind the same KV."""
-    params = [SamplingParams(n=n, max_tokens=length, seed=rule, **RULES[rule]) for _, rule, n, length in asked]
+    params = [ruled(rule, n, length) for _, rule, n, length in asked]
     prompts = [PROMPTS[p] for p, *_ in asked]
     plain = LLM(model_folder, threads=1, **room)
     drafted = LLM(model_folder, threads=1, speculative="model", draft_model=model_folder, **room)
