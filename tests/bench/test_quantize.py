@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.quantizers import AutoQuantizationConfig
 
 from inference import LLM
@@ -79,6 +79,29 @@ def test_a_checkpoint(model: str, prompts: str, tmp_path: Path, capsys: Any, fla
     lost = np.abs(LLM(out).score([sequence])[0] - LLM(model).score([sequence])[0])
     assert 1e-4 < lost.mean() < 1.5
     assert LLM(out).generate(["1+2="])[0].samples[0].token_ids
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("flags", [("gptq", "4", "--desc-act"), ("gptq", "8"), ("awq", "4")], ids="-".join)
+def test_transformers_computes_the_same_of_it(model: str, prompts: str, tmp_path: Path, flags: tuple[str, ...]) -> None:
+    """Where it can load it at all. It rounds the dense weights to float16, so for once we do too."""
+    pytest.importorskip("gptqmodel", reason="transformers loads no GPTQ or AWQ checkpoint without it")
+    method, bits, *more = flags
+    command = ["quantize", "--model", model, "--prompts", prompts, "--out", str(tmp_path), "--max-tokens", "0"]
+    assert run([*command, "--method", method, "--bits", bits, *more]) == 0
+    sequence = np.arange(20)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, device_map="cpu").eval()
+    assert not [name for name, _ in theirs.named_parameters() if name.endswith("proj.weight")], "it holds packed words"
+    with torch.no_grad():
+        logprobs = theirs(torch.from_numpy(sequence[None])).logits[0, :-1].float().log_softmax(-1)
+    ours = LLM(tmp_path)
+    rounded = {
+        name: tensor.half().float() if name.endswith("proj.weight") else tensor.clone()
+        for name, tensor in ours.engine.decoder.tensors.items()
+    }
+    ours.update_weights(rounded, version=1)
+    expected = logprobs.gather(1, torch.from_numpy(sequence[1:, None]))[:, 0]
+    np.testing.assert_allclose(ours.score([sequence])[0], expected, atol=1e-4)
 
 
 def test_widths_side_by_side(model: str, prompts: str, tmp_path: Path, capsys: Any) -> None:
