@@ -74,7 +74,7 @@ class Plan:
 
 
 def plans(question: Question, *, steps: int = STEPS) -> list[Plan]:
-    """The best first: the most trained tokens a second, all devices being paid for. Raises ConfigError as `first_look`."""
+    """The best first: the most trained tokens a second, all devices being paid for. Raises as `first_look`."""
     return finalists(question, first_look(question), steps=steps)
 
 

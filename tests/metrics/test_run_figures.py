@@ -55,5 +55,5 @@ def test_a_row_without_an_update_or_an_engine_step() -> None:
 
 
 def test_too_short_a_run() -> None:
-    with pytest.raises(DataError, match="5 steps are in metrics.jsonl, and the first 4 fill"):
+    with pytest.raises(DataError, match=r"5 steps are in metrics\.jsonl, and the first 4 fill"):
         run_figures([row(step, 1.0) for step in range(5)], skip=4)
