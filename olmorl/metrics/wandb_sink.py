@@ -4,18 +4,21 @@ wandb is a convenience, so it may fail without the run failing: a start that doe
 
 The axis is `progress/step`, and wandb's own step is the same number: both only grow, over all attempts of a run. wandb
 takes nothing back, so a step that a resume repeats is not logged again: there it stays as it was the first time, and
-metrics.jsonl has what survived.
+metrics.jsonl has what survived. What wandb lost when a run was killed is logged from there.
 """
 
 import logging
+import math
 import os
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from olmorl.metrics.jsonl_sink import read_metrics
 from olmorl.metrics.rollout_log import RolloutRow
+from olmorl.metrics.wandb_file import last_step
 
 if TYPE_CHECKING:
     from wandb import Run
@@ -31,20 +34,16 @@ WandbMode = Literal["auto", "online", "offline", "disabled"]
 class WandbSink:
     """When wandb's own process dies, one warning says so, and the run goes on without it."""
 
-    def __init__(self, run: "Run", *, last_step: Path) -> None:
-        """`last_step`: the file that holds the last step logged, by this attempt or one before."""
+    def __init__(self, run: "Run", *, last_step: int = -1) -> None:
+        """`last_step`: the last that wandb already has."""
         self._run: Run | None = run
-        last_step.touch()
-        self._file = last_step.open("r+b", buffering=0)
-        self._last = int(self._file.read() or -1)
+        self._last = last_step
         run.define_metric("progress/step")
         run.define_metric("*", step_metric="progress/step")
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         if step > self._last:
             self._last = step
-            self._file.seek(0)
-            self._file.write(f"{step:12d}".encode())  # before: a kill here costs a row, and none is there twice
             self._try(lambda run: run.log({**metrics, "progress/step": step}, step=step, commit=True))
 
     def write_samples(self, version: int, samples: Mapping[str, Sequence[RolloutRow]]) -> None:
@@ -63,7 +62,6 @@ class WandbSink:
     def close(self) -> None:
         self._try(lambda run: run.finish())
         self._run = None
-        self._file.close()
 
     def _try(self, work: "Callable[[Run], object]") -> None:
         if self._run is None:
@@ -104,6 +102,9 @@ def open_wandb(
             config=config,
             settings=wandb.Settings(console="off", silent=True, init_timeout=30),
         )
+        sink = WandbSink(run, last_step=max(run.starting_step - 1, last_step(directory)))
+        for step, row in _rows(directory / "metrics.jsonl"):
+            sink.write(step, row)
     except Exception as error:  # whatever it is, the run is worth more than its curves
         logger.warning(
             "wandb did not start (%s: %s); the run goes on without it, metrics are in metrics.jsonl. "
@@ -112,7 +113,13 @@ def open_wandb(
             error,
         )
         return None
-    return WandbSink(run, last_step=directory / "wandb" / "last_step")
+    return sink
+
+
+def _rows(path: Path) -> Iterator[tuple[int, dict[str, float]]]:
+    """What the run has so far, as it was written."""
+    for row in read_metrics(path) if path.exists() else ():
+        yield row["progress/step"], {name: math.nan if value is None else value for name, value in row.items()}
 
 
 def resolve_mode(mode: WandbMode) -> Literal["online", "offline", "disabled"]:

@@ -4,6 +4,7 @@ import io
 import json
 import logging
 import math
+import signal
 import subprocess
 import sys
 import time
@@ -176,6 +177,40 @@ def test_a_resumed_run_goes_on_in_wandb(tmp_path: Path, wandb_history: History) 
     assert all("eval/a/samples/_type" in row for row in history)
 
 
+_KILLED_SCRIPT = """
+import os, signal, sys
+from pathlib import Path
+from olmorl.metrics.jsonl_sink import JsonlSink
+from olmorl.metrics.wandb_sink import open_wandb
+
+directory, first, last = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+rows = JsonlSink(directory / "metrics.jsonl")
+sink = open_wandb(directory, project="p", name="n", mode="offline", config={})
+for step in range(first, last):
+    row = {f"age/{n}/loss": float(step) for n in range(120)} | {"reward/mean": float("nan"), "optim/lr": first}
+    rows.write(step, row)
+    sink.write(step, row)
+if last == 30:
+    sink.close()
+else:
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_wandb_lost_by_a_kill_is_logged_again(tmp_path: Path, wandb_history: History) -> None:
+    """It writes block by block: of the ten steps before a kill some are there, of two none is."""
+    for first, last in ((0, 10), (10, 12), (12, 20), (20, 30)):
+        script = [sys.executable, "-c", _KILLED_SCRIPT, str(tmp_path), str(first), str(last)]
+        assert subprocess.run(script, timeout=120).returncode == (0 if last == 30 else -signal.SIGKILL)
+        if last == 10:
+            before = [row["progress/step"] for row in wandb_history(tmp_path)]
+            assert 0 < len(before) < 10, "nothing was lost, or all"
+    history = wandb_history(tmp_path)
+    assert [(row["progress/step"], row["_step"]) for row in history] == [(step, step) for step in range(30)]
+    assert [row["optim/lr"] for row in history] == [*[0] * 10, *[10] * 2, *[12] * 8, *[20] * 10]
+    assert all(math.isnan(row["reward/mean"]) for row in history)
+
+
 _SAMPLES_SCRIPT = """
 import sys
 from pathlib import Path
@@ -226,7 +261,7 @@ def test_samples_of_evaluations_reach_wandb(
     assert only["eval/a/samples/_type"] == "table-file" and only["eval/a/samples/nrows"] == 16
 
 
-def test_wandb_that_dies_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_wandb_that_dies_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     class Died:
         def define_metric(self, *names: str, **options: str) -> None:
             pass
@@ -237,7 +272,7 @@ def test_wandb_that_dies_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureF
         def finish(self) -> None:
             raise ConnectionResetError("its process is gone")
 
-    sink = WandbSink(Died(), last_step=tmp_path / "last_step")  # type: ignore[arg-type]
+    sink = WandbSink(Died())  # type: ignore[arg-type]
     with caplog.at_level(logging.WARNING):
         for step in (1, 2):
             sink.write(step, STEP)
