@@ -6,10 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
+from olmorl.contract.generation import OBSERVED
 from olmorl.contract.training import StepReport
-from olmorl.controller.admission import token_versions
 from olmorl.controller.evaluate import Evaluation
 from olmorl.controller.group import Fate, Group, ScoredSample
 from olmorl.controller.sync import UpdateReport
@@ -59,9 +57,10 @@ def add_rollouts(bag: MetricBag, groups: Sequence[Group], *, version: int) -> No
     bag.add("rollout/response_length_max", lengths, reduce="max")
     bag.add("rollout/response_length_p95", lengths, reduce="p95")
     bag.add("rollout/truncated_fraction", [float(s.sample.finish_reason == "length") for s in samples])
-    ages = [version - token_versions(s)[s.loss_mask] for s in samples if s.fate is Fate.TRAINED]
-    if ages:
-        bag.add("off_policy/token_age_mean", float(np.concatenate(ages).mean()))
+    spans = [span for s in samples if s.fate is Fate.TRAINED for span in s.sample.version_spans if span[0] != OBSERVED]
+    if tokens := sum(end - start for _, start, end in spans):
+        age = sum((version - drawn_by) * (end - start) for drawn_by, start, end in spans)
+        bag.add("off_policy/token_age_mean", age / tokens)
 
 
 def add_selection(bag: MetricBag, groups: Sequence[Group]) -> None:
@@ -213,6 +212,7 @@ def rollout_rows(groups: Iterable[Group], *, step: int, attempt: int, t_trained:
     """`t_trained` is None for groups that still wait to be trained: then their fate is the one that they will meet."""
     rows = []
     for group in groups:
+        ground_truth = truths(group.prompt)
         for s in group.samples:
             assert s.fate is not None, f"{group.prompt.prompt_id}: a sample without a fate"
             rows.append(
@@ -224,6 +224,7 @@ def rollout_rows(groups: Iterable[Group], *, step: int, attempt: int, t_trained:
                     seed=group.seed,
                     t_admitted=group.t_admitted,
                     t_trained=t_trained,
+                    ground_truth=ground_truth,
                 )
             )
     return rows
@@ -237,9 +238,11 @@ def rollout_row(
     attempt: int,
     seed: int,
     t_admitted: float,
+    ground_truth: str | None,
     t_trained: float | None = None,
 ) -> RolloutRow:
-    """A sample without a fate is of a rollout that trains nothing: its mask says what the policy drew."""
+    """`ground_truth`: the prompt's `truths`, once for all its samples. A sample without a fate is of a rollout that
+    trains nothing: its mask says what the policy drew."""
     trained = s.fate is Fate.TRAINED
     return RolloutRow(
         rollout_id=f"{prompt.prompt_id}_{s.sample.sample_index}",
@@ -268,16 +271,16 @@ def rollout_row(
         t_finished=s.sample.t_finished,
         t_trained=t_trained if trained else None,
         prompt=prompt.text,
-        ground_truth=_truths(prompt) if prompt.checks else None,
+        ground_truth=ground_truth,
         verdict_detail=s.detail,
         **({} if s.learner_logprobs is None else {"learner_logprobs": s.learner_logprobs}),
     )
 
 
-def _truths(prompt: Prompt) -> str:
-    """As JSON; of several verifiers a list."""
-    truths = [check.ground_truth for check in prompt.checks]
-    return json.dumps(truths[0] if len(truths) == 1 else truths, ensure_ascii=False, default=str)
+def truths(prompt: Prompt) -> str | None:
+    """As JSON; of several verifiers a list, of none None."""
+    found = [check.ground_truth for check in prompt.checks]
+    return json.dumps(found[0] if len(found) == 1 else found, ensure_ascii=False, default=str) if found else None
 
 
 def evaluation_rows(evaluation: Evaluation, *, attempt: int) -> list[RolloutRow]:

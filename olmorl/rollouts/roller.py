@@ -13,7 +13,7 @@ from olmorl.controller.loop import request_seed
 from olmorl.controller.rollout import RolloutService
 from olmorl.controller.scoring import Scorer
 from olmorl.controller.signal import Changed
-from olmorl.controller.step_metrics import rollout_row
+from olmorl.controller.step_metrics import rollout_row, truths
 from olmorl.data.prompt import Prompt
 from olmorl.rollouts.lookahead import Lookahead
 from olmorl.rollouts.output import RolloutFiles
@@ -94,7 +94,7 @@ class Roller:
         return await self._scorer.score(prompt, samples)
 
     def _keep(self, prompt: Prompt, scored: Sequence[ScoredSample], *, seed: int, admitted: float) -> None:
-        rows = []
+        rows, ground_truth = [], truths(prompt)
         for one in scored:
             sample = one.sample
             if sample.error is not None and not self._tally.finish_reasons[sample.finish_reason]:
@@ -105,7 +105,15 @@ class Roller:
                     sample.error,
                     sample.finish_reason,
                 )
-            row = rollout_row(prompt, one, step=0, attempt=self._attempt, seed=seed, t_admitted=admitted)
+            row = rollout_row(
+                prompt,
+                one,
+                step=0,
+                attempt=self._attempt,
+                seed=seed,
+                t_admitted=admitted,
+                ground_truth=ground_truth,
+            )
             if self._tally.add(
                 prompt.index,
                 row.sample,

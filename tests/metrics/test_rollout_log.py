@@ -1,5 +1,7 @@
 """Rollout files hold exactly what was written, under exactly the promised columns."""
 
+import subprocess
+import sys
 import time
 from dataclasses import fields, replace
 from pathlib import Path
@@ -7,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from olmorl.metrics.rollout_log import RolloutRow, read_rollouts, write_rollouts
 
@@ -101,6 +105,43 @@ def test_what_is_written_is_read_back(tmp_path: Path, rows: list[RolloutRow]) ->
     assert len(back) == len(rows)
     for left, right in zip(rows, back, strict=True):
         assert_same(left, right)
+
+
+@given(
+    st.lists(
+        st.tuples(st.none() | st.text(max_size=5), st.none() | st.floats(allow_nan=False), st.integers(0, 9)),
+        max_size=5,
+    )
+)
+def test_any_texts_and_numbers_are_read_back(
+    tmp_path_factory: pytest.TempPathFactory, drawn: list[tuple[str | None, float | None, int]]
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "any.parquet"
+    rows = [
+        replace(row(i, length), prompt=text, text=text or "", advantage=number)
+        for i, (text, number, length) in enumerate(drawn)
+    ]
+    write_rollouts(path, rows)
+    pq.read_table(path).validate(full=True)
+    for left, right in zip(rows, read_rollouts(path), strict=True):
+        assert_same(left, right)
+
+
+WITHOUT_PANDAS = """
+import sys
+from pathlib import Path
+from olmorl.metrics.rollout_log import write_rollouts
+from tests.metrics.test_rollout_log import row, untrained
+
+write_rollouts(Path(sys.argv[1]), [row(0, 3), untrained(1)])
+assert "pandas" not in sys.modules
+"""
+
+
+def test_a_driver_writes_without_pandas(tmp_path: Path) -> None:
+    """Whose import takes a third of a second, in the middle of the first step."""
+    root = Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-c", WITHOUT_PANDAS, str(tmp_path / "f")], cwd=root, check=True, timeout=60)
 
 
 def test_half_of_a_surrogate_pair_is_written_as_an_escape(tmp_path: Path) -> None:
