@@ -16,7 +16,7 @@ def last_step(directory: Path) -> int:
 
 
 def _steps(path: Path) -> Iterator[int]:
-    from wandb.proto.wandb_internal_pb2 import Record
+    from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
 
     for record in _records(path.read_bytes()):
         for item in Record.FromString(record).history.item:

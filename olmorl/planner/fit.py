@@ -12,7 +12,7 @@ from olmorl.metrics.run_figures import RunFigures
 from olmorl.planner.costs import Device, EngineCost, LearnerCost, StepCurve, SyncCost
 from olmorl.planner.shape import ModelShape
 
-KNOT_RATIO = 1.2  # between the token counts of a curve: each is far enough from the last to be told from it
+KNOT_RATIO = 1.1  # between the token counts of a curve: each is far enough from the last to be told from it
 REWEIGHTED = 20  # times; by then a step that took ten times as long has no weight to speak of
 MEMORY = 16e9  # bytes of a measured device, where nobody says how many
 

@@ -78,7 +78,6 @@ def test_guesses_from_what_was_said_up_to_a_measured_number_of_tokens(model: str
     load = [{"prompt": [5, 6, 7, 8, 9], "max_tokens": 59, "group": group} for group in (0, 0, 1)]
     out = bench(model, tmp_path, "--speculative", "suffix", load=load)
     assert out["output_tokens"] == 3 * 59 and out["speculative_step_tokens"] == 16
-    assert out["drafted_tokens"] >= out["accepted_tokens"] > 0 and out["draft_acceptance"] <= 1
     measured = bench(model, tmp_path, "--speculative", "suffix", "--speculative-step-tokens", "0", load=load)
     assert measured["speculative_step_tokens"] in (1, 2, 4, 8, 16, 32, 64) and measured["output_tokens"] == 3 * 59
 

@@ -107,13 +107,14 @@ def break_verifier(command: Any, *settings: str) -> str:
 
 
 def test_a_verifier_that_fails_at_everything_ends_the_run(
-    command: Any, checks: Any, capsys: pytest.CaptureFixture[str]
+    command: Any, checks: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At once, and what it failed at can be read and is accounted for; mended, the run goes on."""
     assert "all samples of the first 8 groups of data source 'chain_sums'" in break_verifier(command, "eval.data=none")
     rows, summary = command.rollouts(), command.summary()
     assert len(rows) >= 32 and {(row.step, row.verdict, row.fate) for row in rows} == {(1, "error", "error")}
     assert summary["waste"]["error"] == sum(len(row.token_ids) for row in rows) > 0
+    monkeypatch.setenv("COLUMNS", "300")  # the path of a test's folder is long
     assert cli(["inspect", str(command.directory), "--limit", "1"]) == 0 and "boom.py:2" in capsys.readouterr().out
     mended = "import zlib\ndef judge(completion, truth, prompt):\n    return zlib.crc32(completion.encode()) % 2\n"
     (command.folder / "boom.py").write_text(mended)

@@ -184,7 +184,7 @@ def test_requests_that_are_given_up_have_the_beginning_of_what_they_would_have_s
     model_folder: str, speculative: str, overlap: bool
 ) -> None:
     """In the middle of drafts, and whoever goes on notices nothing of it."""
-    params = [SamplingParams(n=2, max_tokens=40, seed=seed, ignore_eos=True) for seed in range(5)]
+    params = [SamplingParams(n=2, max_tokens=40, temperature=0.2, seed=seed, ignore_eos=True) for seed in range(5)]
     whole = LLM(model_folder, threads=1).generate(PROMPTS, params)
     draft_model = model_folder if speculative == "model" else None
     llm = LLM(
