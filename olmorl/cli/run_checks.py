@@ -11,7 +11,7 @@ from olmorl.cli.verifier_checks import check_verdicts, load_verifiers
 from olmorl.config.data_sections import RewardSection, SourceSection
 from olmorl.config.load import load_config
 from olmorl.config.schema import Config
-from olmorl.contract.errors import ConfigError, DataError, ModelError, PlacementError
+from olmorl.contract.errors import ConfigError, ModelError, OlmoRLError, PlacementError
 from olmorl.controller.cluster import cluster_address
 from olmorl.controller.placement import Node, plan_placement, this_machine
 from olmorl.data.dialect import assign_verifiers
@@ -30,9 +30,9 @@ def check_run(config_path: Path, overrides: Sequence[str] = ()) -> Iterator[Find
     if not find_shadowed():  # the engine says which models it knows
         yield check_model(config.model.path)
     reward, named = config.reward, set[str | None]()
+    own = reward.model_copy(update={"verifier": None})  # of an evaluation set goes first
     sources: list[tuple[SourceSection, RewardSection]] = [(source, reward) for source in config.data.train]
-    for own in config.eval.data:  # whose verifier goes first
-        sources.append((own, reward if own.verifier is None else reward.model_copy(update={"verifier": None})))
+    sources += [(source, reward if source.verifier is None else own) for source in config.eval.data]
     for source, judged_by in sources:
         finding = check_data(source, judged_by, named)
         yield finding
@@ -85,7 +85,7 @@ def check_data(source: SourceSection, reward: RewardSection, named: set[str | No
         load_verifiers(own, reward)
     except StopIteration:
         return Finding("fail", f"data: {source.path} holds no rows", "correct the path or the data")
-    except (ConfigError, DataError) as error:
+    except OlmoRLError as error:  # also of a process that loads a verifier and does not come up
         return Finding("fail", f"data {source.path}: {error}", "correct the path, the file or the verifier")
     return Finding("ok", f"first row of {source.path} (source {example.data_source}, verifier {', '.join(names)})")
 

@@ -9,7 +9,7 @@ from itertools import islice
 
 from olmorl.cli.finding import Finding
 from olmorl.config.data_sections import RewardSection, SourceSection
-from olmorl.contract.errors import ConfigError
+from olmorl.contract.errors import OlmoRLError
 from olmorl.controller.scoring import verifier_settings, verifiers_to_load
 from olmorl.data.dialect import Example, assign_verifiers
 from olmorl.data.source import read_source
@@ -30,7 +30,7 @@ class _Trial:
 
 
 def load_verifiers(names: Sequence[str], reward: RewardSection) -> None:
-    """As a run does it. Raises ConfigError."""
+    """As a run does it. Raises ConfigError, and WorkerError where importing them ends the process."""
     if names:
         asyncio.run(_judge([], names, reward))
 
@@ -43,7 +43,7 @@ def check_verdicts(source: SourceSection, reward: RewardSection) -> Iterator[Fin
         verdicts = asyncio.run(
             _judge([trial.job for trial in trials], {trial.job.verifier for trial in trials}, reward)
         )
-    except ConfigError as error:
+    except OlmoRLError as error:
         yield Finding("fail", f"data {source.path}: {error}", "correct the path, the file or the verifier")
         return
     except TimeoutError:

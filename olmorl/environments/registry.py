@@ -16,6 +16,8 @@ def environment_path(name: str) -> str:
     if colon and all(part.isidentifier() for part in [*module.split("."), *attribute.split(".")]):
         return name
     close = difflib.get_close_matches(name, BUILTIN, n=1, cutoff=0.4)
-    hint = f"did you mean {close[0]!r}? " if close else ""
+    hint = f" did you mean {close[0]!r}?" if close else ""
     known = ", ".join(BUILTIN)
-    raise ConfigError(f"unknown environment {name!r}; {hint}known are {known}, or one of your own as my_module:MyClass")
+    raise ConfigError(
+        f"unknown environment {name!r};{hint} one of your own is given as my_module:MyClass; built in are {known}"
+    )

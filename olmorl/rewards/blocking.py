@@ -16,8 +16,14 @@ from olmorl.rewards.verdict import Verdict, VerifierJob
 def score(
     verifier: str, *, completion: str, ground_truth: object, prompt: str | None = None, timeout: float = 30.0
 ) -> Verdict:
-    """Judge one completion within `timeout` seconds. Raises ConfigError for a verifier that cannot be loaded."""
-    job = VerifierJob(verifier=verifier, completion=completion, ground_truth=ground_truth, prompt=prompt)
+    """Judge one completion within `timeout` seconds; a verifier that asks for `num_tokens` gets the number of words.
+
+    Raises ConfigError for a verifier that cannot be loaded.
+    """
+    words = len(completion.split())
+    job = VerifierJob(
+        verifier=verifier, completion=completion, ground_truth=ground_truth, prompt=prompt, num_tokens=words
+    )
     return _desk().submit(job, timeout)
 
 

@@ -1,6 +1,6 @@
 """What is asked of a verifier, and what it says. A failure to judge is a status of its own, never a reward of 0."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 Status = Literal["scored", "timeout", "error", "unscorable"]
@@ -34,7 +34,7 @@ class Verdict:
     detail: str = ""
     observation: str | None = None
     """of an environment: what the model reads next; None ends the episode"""
-    traceback: str = ""
+    traceback: str = field(default="", repr=False, compare=False)
     """of what a verifier raised; for the log"""
 
     def __post_init__(self) -> None:

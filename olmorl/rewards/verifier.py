@@ -91,12 +91,12 @@ def canonical_name(name: str) -> str:
     short = ALIASES.get(short, short)
     if short in BUILTIN or short in JUDGES:
         return short
+    module, _, attribute = name.rpartition(".")
+    own = "my_module:my_function" if not module else f"{module}:{attribute}"
     close = difflib.get_close_matches(short, [*BUILTIN, *JUDGES, *ALIASES], n=1, cutoff=0.4)
-    hint = f"did you mean {close[0]!r}? " if close else ""
+    hint = f" did you mean {close[0]!r}?" if close else ""
     known = ", ".join([*BUILTIN, *JUDGES])
-    raise ConfigError(
-        f"unknown verifier {name!r}; {hint}known are {known}, or one of your own as my_module:my_function"
-    )
+    raise ConfigError(f"unknown verifier {name!r};{hint} one of your own is given as {own}; built in are {known}")
 
 
 def find_verifier(name: str) -> str:

@@ -246,6 +246,14 @@ def test_rows_beyond_the_first_are_read_and_a_judge_is_asked_once(tmp_path: Path
     assert finding.status == "fail" and f"{data}:2" in finding.what
 
 
+def test_a_module_that_ends_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "fatal.py").write_text("import os\nos._exit(3)\n")
+    (tmp_path / "data.jsonl").write_text('{"prompt": "a", "answer": "b", "verifier": "fatal:judge"}\n')
+    finding = run_checks.check_data(SourceSection(path="data.jsonl"), RewardSection(), set())
+    assert finding.status == "fail" and "exited with code 3 while it loaded fatal:judge" in finding.what
+
+
 @pytest.mark.parametrize(
     ("table", "status", "says"),
     [

@@ -190,6 +190,10 @@ def test_what_cannot_be_loaded_is_said_at_the_start(own_verifiers, verifier: str
 def test_unknown_names() -> None:
     with pytest.raises(ConfigError, match="did you mean 'gsm8k'"):
         VerifierPool(["gsm9k"])
+    with pytest.raises(ConfigError, match=r"'my\.rewards\.sum'; one of your own is given as my\.rewards:sum"):
+        VerifierPool(["my.rewards.sum"])
+    with pytest.raises(ConfigError, match=r"'q9q9q9'; one of your own is given as my_module:my_function; built in"):
+        VerifierPool(["q9q9q9"])
 
     async def main() -> None:
         async with VerifierPool(["gsm8k"]) as pool:
@@ -198,6 +202,12 @@ def test_unknown_names() -> None:
             assert await pool.score([]) == []
 
     run(main())
+
+
+def test_score_counts_words_for_who_asks_for_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "counting.py").write_text("def judge(completion, truth, prompt, num_tokens):\n    return num_tokens\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert score("counting:judge", completion="three short words", ground_truth=None).reward == 3.0
 
 
 def test_score_blocks_and_answers(own_verifiers) -> None:
