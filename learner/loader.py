@@ -103,6 +103,11 @@ def _tensors(policy: PolicyModel) -> dict[str, tuple[torch.Size, torch.dtype]]:
 
 
 def _check_config(config: PreTrainedConfig) -> None:
+    if getattr(config, "quantization_config", None):
+        raise ModelError(
+            f"{config.name_or_path} is quantised, and only dense weights are trained: give the model it was made from, "
+            "and inference.quantization for rollouts in fewer bits"
+        )
     for key in LOGIT_CHANGES:
         if getattr(config, key, None) not in (None, 1, 1.0):
             raise ModelError(f"the model's config has {key} = {getattr(config, key)}, which the learner does not apply")

@@ -438,6 +438,16 @@ def test_a_recorded_schedule_comes_out_the_same(model_folder: str, tmp_path: Pat
     assert report.divergence is None and report.steps == llm.stats()["steps"] and llm.stats()["accepted_tokens"] > 0
 
 
+def test_a_model_on_two_ranks(model_folder: str) -> None:
+    """The other rank computes what is guessed as it computes all else."""
+    params = [SamplingParams(n=2, max_tokens=40, seed=1, ignore_eos=True, temperature=t) for t in (0, 1)]
+    plain = LLM(model_folder, threads=1).generate(PROMPTS[:2], params)
+    llm = LLM(model_folder, threads=1, tensor_parallel_size=2, speculative="suffix")
+    for one, other in zip(llm.generate(PROMPTS[:2], params), plain, strict=True):
+        assert [s.token_ids for s in one.samples] == [s.token_ids for s in other.samples]
+    assert llm.stats()["accepted_tokens"] > 0
+
+
 # A draft model
 
 

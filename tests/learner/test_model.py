@@ -128,6 +128,10 @@ def test_missing_and_unsupported_models_are_refused(tmp_path: object) -> None:
     with pytest.raises(ModelError, match="no/such/folder"):
         load_policy("no/such/folder")
     Gemma2Config(num_hidden_layers=1).save_pretrained(f"{tmp_path}/gemma2")
+    quantized = AutoConfig.for_model("llama", quantization_config={"quant_method": "gptq", "bits": 4})
+    quantized.save_pretrained(f"{tmp_path}/gptq")
+    with pytest.raises(ModelError, match="gptq is quantised, and only dense weights are trained"):
+        load_policy(f"{tmp_path}/gptq")
     with pytest.raises(ModelError, match="final_logit_softcapping"):
         load_policy(f"{tmp_path}/gemma2")
 
