@@ -178,13 +178,14 @@ def test_quantised_engines_too(model_folder: str, options: dict[str, Any]) -> No
     assert seen(drafted) == seen(plain) and llm.stats()["accepted_tokens"] > 0
 
 
-@pytest.mark.parametrize("speculative", ["suffix", "model"])
+@pytest.mark.parametrize(("speculative", "temperature"), [("suffix", 0), ("model", 1)])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_requests_that_are_given_up_have_the_beginning_of_what_they_would_have_said(
-    model_folder: str, speculative: str, overlap: bool
+    model_folder: str, speculative: str, temperature: float, overlap: bool
 ) -> None:
     """In the middle of drafts, and whoever goes on notices nothing of it."""
-    params = [SamplingParams(n=2, max_tokens=40, temperature=0.2, seed=seed, ignore_eos=True) for seed in range(5)]
+    rules: dict[str, Any] = {"n": 2, "temperature": temperature, "max_tokens": 40, "ignore_eos": True}
+    params = [SamplingParams(seed=seed, **rules) for seed in range(5)]
     whole = LLM(model_folder, threads=1).generate(PROMPTS, params)
     draft_model = model_folder if speculative == "model" else None
     llm = LLM(
