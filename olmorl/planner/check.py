@@ -44,7 +44,7 @@ def compare(
 ) -> list[Compared]:
     """Runs of one model on the machine that `olmorl bench engine` and `olmorl bench learner` measured.
 
-    What an update costs is taken from the run in which it took the shortest.
+    What an update costs is taken from the run with as many engines in which it took the shortest.
 
     Raises:
         ConfigError, DataError: a folder is no run, or one too short to compare.
@@ -56,7 +56,11 @@ def compare(
         config = load_config(run / "config.toml")
         figures = read_figures(run, skip=config.rollout.async_steps + 1)
         read.append((run, config, figures))
-    fastest = min((figures for _, _, figures in read), key=lambda f: f.update_seconds)
+
+    def fastest(engines: int) -> RunFigures:
+        alike = (figures for _, config, figures in read if config.inference.workers == engines)
+        return min(alike, key=lambda figures: figures.update_seconds)
+
     return [
         Compared(
             name=run.name,
@@ -66,7 +70,7 @@ def compare(
                 load=recorded_load(run),
                 engine=engine,
                 learner=learner,
-                updates=fastest,
+                updates=fastest(config.inference.workers),
                 sharing=sharing,
                 steps=figures.steps,
             ),

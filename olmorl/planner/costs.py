@@ -3,9 +3,11 @@
 Factors are stated, or the defaults below; each plan prints those it used. `olmorl.planner.fit` has measured ones.
 """
 
+import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from olmorl.contract.errors import ConfigError
 from olmorl.contract.peaks import vendor_peak
@@ -144,17 +146,37 @@ class LearnerCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncCost:
+    """Of an update of all `engines`: their weights are gathered, sent and taken, and each costs by its bytes."""
+
     shape: ModelShape
-    bandwidth: float = 25e9  # bytes/s from the learner to all engines at once
-    latency: float = 0.5
-    snapshot: float = 1.0
-    """seconds for which the learner hands its weights over"""
-    swap: float = 0.05
-    """seconds for which an engine stands still to take staged weights"""
+    engines: int = 1
+    transport: Literal["nccl", "ipc", "gloo"] = "nccl"
+    bandwidth: float = 25e9
+    """bytes/s of the link of a device, by which the learner's shards come together and leave for the engines"""
+    memory_bandwidth: float = math.inf
+    """bytes/s of an engine's memory"""
+    latency: float = 0.1
+    """seconds of what is said before and after sending"""
+    snapshot: float = 0.1
+    """the same of the gathering"""
+    swap: float = 0.005
+    """the same of taking staged weights"""
+
+    @property
+    def snapshot_seconds(self) -> float:
+        """For which the learner hands its weights over."""
+        return self.snapshot + self.shape.weight_bytes / self.bandwidth
 
     @property
     def transfer_seconds(self) -> float:
-        return self.latency + self.shape.weight_bytes / self.bandwidth
+        """NCCL streams through all engines at once; gloo hands each bucket on as a whole, down a tree."""
+        levels = self.engines.bit_length() if self.transport == "gloo" else 1
+        return self.latency + levels * self.shape.weight_bytes / self.bandwidth
+
+    @property
+    def swap_seconds(self) -> float:
+        """For which an engine stands still to take staged weights: they are read and written once."""
+        return self.swap + 2 * self.shape.weight_bytes / self.memory_bandwidth
 
 
 def sum_seen(shape: ModelShape, length: int) -> float:

@@ -74,13 +74,15 @@ def fitted_learner(shape: ModelShape, bench: Mapping[str, Any]) -> LearnerCost:
 
 
 def fitted_sync(shape: ModelShape, figures: RunFigures, *, bandwidth: float) -> SyncCost:
-    """From a run in which hardly a request was under way when an update came, or none was waited for."""
+    """From a run of as many engines, in which hardly a request was under way when an update came, or none was waited
+    for; `bandwidth` is that of an engine's memory."""
     return SyncCost(
         shape=shape,
         bandwidth=math.inf,
+        memory_bandwidth=bandwidth,
         latency=figures.update_seconds,
         snapshot=figures.snapshot_seconds,
-        swap=2 * shape.weight_bytes / bandwidth,  # read and written once
+        swap=0.0,
     )
 
 

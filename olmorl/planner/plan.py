@@ -228,6 +228,7 @@ def setup_of(
         run,
         engine=engine,
         learner=replace(run.learner, ranks=ranks, efficiency=run.learner.efficiency * share),
+        sync=replace(run.sync, engines=workers, memory_bandwidth=engine.device.bandwidth * tensor_parallel),
         inference_workers=max(1, round(workers * share)),
         prompts_per_step=prompts,
         max_num_seqs=slots,

@@ -85,7 +85,7 @@ def ablation_setup(number: int, *, host_seconds: float, slots: int | None = 16) 
         load=Load(lengths=LENGTHS, prompt_tokens=PROMPT),
         engine=engine,
         learner=LearnerCost(shape=shape, device=H100, ranks=8),
-        sync=SyncCost(shape=shape),
+        sync=SyncCost(shape=shape, engines=8, memory_bandwidth=H100.bandwidth),
         inference_workers=8,
         prompts_per_step=64,
         samples_per_prompt=2,
@@ -116,7 +116,7 @@ def fitted_host_seconds(number: int) -> float:
 
 
 def run_setup(run: PublishedRun, *, host_seconds: float, learner_efficiency: float) -> Setup:
-    shape = model_shape(run.shape)
+    shape, engines = model_shape(run.shape), run.inference_gpus // run.tensor_parallel
     engine = EngineCost(
         shape=shape, device=H100, tensor_parallel=run.tensor_parallel, step_overhead=host_seconds
     )  # fmt: skip
@@ -124,8 +124,8 @@ def run_setup(run: PublishedRun, *, host_seconds: float, learner_efficiency: flo
         load=Load(lengths=LENGTHS, prompt_tokens=PROMPT, zero_variance=run.zero_variance),
         engine=engine,
         learner=LearnerCost(shape=shape, device=H100, ranks=run.learner_gpus, efficiency=learner_efficiency),
-        sync=SyncCost(shape=shape),
-        inference_workers=run.inference_gpus // run.tensor_parallel,
+        sync=SyncCost(shape=shape, engines=engines, memory_bandwidth=H100.bandwidth * run.tensor_parallel),
+        inference_workers=engines,
         prompts_per_step=run.prompts_per_step,
         samples_per_prompt=run.samples_per_prompt,
         max_num_seqs=run.max_num_seqs,

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 from olmorl.config.schema import Config
 from olmorl.metrics.rollout_log import RolloutRow, read_rollouts, rollout_files
@@ -19,6 +20,7 @@ def setup_of_run(
     """What a simulation needs to be of this run."""
     rollout, inference, optim = config.rollout, config.inference, config.optim
     engine = replace(engine, shape=engine.shape.within(config.max_model_tokens))
+    standing = config.sync.mode == "inflight" and config.sync.staging == "none"  # while it receives
     scored = (optim.epochs * optim.mini_batches > 1) + (config.loss.kl_beta > 0)  # for old and reference logprobs
     if isinstance(inference.kv_cache_tokens, str):
         kv_cache_tokens = engine.kv_tokens(inference.max_num_seqs, memory_share=inference.gpu_memory_utilization)
@@ -28,7 +30,7 @@ def setup_of_run(
         load=load,
         engine=engine,
         learner=replace(learner, passes=optim.epochs * learner.passes + scored),
-        sync=sync,
+        sync=replace(sync, engines=inference.workers, transport=transport_of(config)),
         sharing=sharing,
         inference_workers=inference.workers,
         prompts_per_step=rollout.prompts_per_step,
@@ -40,13 +42,22 @@ def setup_of_run(
         active_sampling=rollout.active_sampling,
         oversampling=rollout.oversampling or 1,
         max_overtaken=0 if rollout.oversampling else rollout.max_overtaken,
-        sync_mode=config.sync.mode,
+        sync_mode="pause" if standing else config.sync.mode,
         recompute_kv=config.sync.kv == "recompute",
         batching=inference.batching,
         block_size=inference.block_size,
         max_tokens_per_step=inference.max_tokens_per_step,
         seed=config.run.seed,
     )
+
+
+def transport_of(config: Config) -> Literal["nccl", "ipc", "gloo"]:
+    """What carries the updates, if roles whose device is "auto" find GPUs."""
+    if config.sync.transport != "auto":
+        return config.sync.transport
+    if config.shares_gpu:
+        return "ipc"
+    return "gloo" if "cpu" in (config.inference.device, config.learner.device) else "nccl"
 
 
 def recorded_load(directory: Path) -> RecordedLoad:

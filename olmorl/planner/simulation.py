@@ -176,7 +176,7 @@ class Simulation:
             seconds *= self._setup.sharing.learner
         self._share(self._setup.sharing.engine)
         self._trained_seconds += seconds
-        self._learner_busy += seconds + self._setup.sync.snapshot
+        self._learner_busy += seconds + self._setup.sync.snapshot_seconds
 
         def done() -> None:
             self._share(1.0)
@@ -216,7 +216,7 @@ class Simulation:
             {"inflight": self._send, "pause": self._send_paused, "drain": self._drain}[self._setup.sync_mode](version)
             self._look_for_batch()
 
-        self._clock.after(self._setup.sync.snapshot, snapshot_taken)
+        self._clock.after(self._setup.sync.snapshot_seconds, snapshot_taken)
 
     def _send(self, version: int) -> None:
         self._clock.after(self._setup.sync.transfer_seconds, lambda: self._commit(version))
@@ -259,7 +259,7 @@ class Simulation:
 
     def _commit(self, version: int) -> None:
         for engine in self._engines:
-            engine.update(version, stall=self._setup.sync.swap, recompute=self._setup.recompute_kv)
+            engine.update(version, stall=self._setup.sync.swap_seconds, recompute=self._setup.recompute_kv)
         self._updates += 1
         self._live = version
         self._publishing = False
