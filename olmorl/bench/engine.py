@@ -84,6 +84,7 @@ def bench_engine(model: str, workload: Path, options: Mapping[str, Any]) -> dict
     """Loading and one warm-up are not timed. `options` are fields of EngineConfig."""
     groups = read_workload(workload)
     from inference.llm import LLM
+    from olmorl.planner.shape import shape_of
 
     llm = LLM(model, **options)
     for index, group in enumerate(groups):
@@ -117,6 +118,9 @@ def bench_engine(model: str, workload: Path, options: Mapping[str, Any]) -> dict
         "peak_tflops": peak.flops / 1e12,
         "peak_source": peak.source,
         "preemptions": int(total["preemptions"]),
+        "active_parameters": shape_of(llm.engine.decoder.arch, name=model, element_size=4).active_parameters,
+        "quantization": options.get("quantization"),
+        "tensor_parallel_size": options.get("tensor_parallel_size", 1),
     }
     if options.get("speculative") is not None:
         result["speculative_step_tokens"] = llm.engine.speculation.step_tokens

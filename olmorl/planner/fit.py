@@ -21,9 +21,10 @@ def fitted_engine(cost: EngineCost, bench: Mapping[str, Any]) -> EngineCost:
     """`cost` with the step curve of `olmorl bench engine`, for the model and the device that it measured.
 
     Raises:
-        ConfigError: the JSON is of something else, or of a benchmark too short to tell anything.
+        ConfigError: the JSON is of something else, of another model, or of a benchmark too short to tell anything.
     """
-    _check(bench, ("profile", "peak_tflops", "peak_gbs"), "olmorl bench engine")
+    _check(bench, ("peak_tflops", "peak_gbs"), "olmorl bench engine", also=("profile",))
+    _check_same(bench, cost.shape)
     return replace(cost, device=measured_device(bench, cost.device), measured=step_curve(cost.shape, bench["profile"]))
 
 
@@ -37,10 +38,17 @@ def measured_device(bench: Mapping[str, Any], like: Device | None = None) -> Dev
 def step_curve(shape: ModelShape, profile: list[list[float]]) -> StepCurve:
     """Over steps of [tokens computed, FLOPs, seconds, rows of logits]: medians, which a busy moment of the machine does
     not move. Without the last, as files of old have it, the head was counted for every token."""
-    if len(profile) < 8:
-        raise ConfigError(f"the benchmark made {len(profile)} steps; at least 8 tell what a step costs")
-    tokens_N, flops_N, seconds_N = np.array([step[:3] for step in profile], np.float64).T
-    weights_N = np.array([shape.flops(step[0], 0, drawn=step[3] if len(step) > 3 else None) for step in profile])
+    try:
+        steps_NC = np.array(profile, np.float64)
+    except (TypeError, ValueError):
+        steps_NC = np.empty(0)
+    if steps_NC.ndim != 2 or steps_NC.shape[1] not in (3, 4) or not np.isfinite(steps_NC).all() or not steps_NC[:, 2].any():
+        raise ConfigError("the benchmark's profile must be a list of steps: [tokens, FLOPs, seconds, rows of logits]")
+    if len(steps_NC) < 8:
+        raise ConfigError(f"the benchmark made {len(steps_NC)} steps; at least 8 tell what a step costs")
+    tokens_N, flops_N, seconds_N = steps_NC[:, :3].T
+    drawn_N = steps_NC[:, -1] if steps_NC.shape[1] == 4 else tokens_N
+    weights_N = np.array([shape.flops(step, 0, drawn=drawn) for step, drawn in zip(tokens_N, drawn_N, strict=True)])
     keys_N = np.maximum(flops_N - weights_N, 0.0) / shape.flops(0, 1)
     knots = _knots(np.unique(tokens_N))
     hats_NK = np.stack([np.interp(tokens_N, knots, np.eye(len(knots))[k]) for k in range(len(knots))], axis=1)
@@ -86,10 +94,33 @@ def fitted_sync(shape: ModelShape, figures: RunFigures, *, bandwidth: float) -> 
     )
 
 
-def _check(bench: Mapping[str, Any], names: tuple[str, ...], command: str) -> None:
-    missing = [name for name in names if name not in bench]
+def _check(bench: Mapping[str, Any], names: tuple[str, ...], command: str, *, also: tuple[str, ...] = ()) -> None:
+    """All `names` are numbers above 0, and those of `also` are there."""
+    missing = [name for name in (*also, *names) if name not in bench]
     if missing:
         raise ConfigError(f"the benchmark lacks {', '.join(missing)}; make it with {command} --json")
+    for name in names:
+        if type(bench[name]) not in (int, float) or not 0 < bench[name] < math.inf:
+            raise ConfigError(f"{name} of the benchmark is {bench[name]!r}; make it with {command} --json")
+
+
+def _check_same(bench: Mapping[str, Any], shape: ModelShape) -> None:
+    """A step of another model, or of other weights, costs something else. What an older file does not say is taken on
+    trust."""
+    measured = bench.get("active_parameters", shape.active_parameters)
+    if abs(measured / shape.active_parameters - 1) > 0.01:
+        raise ConfigError(
+            f"the benchmark is of a model with {measured:,} parameters, {shape.name} has {shape.active_parameters:,}; "
+            "measure the model that is planned"
+        )
+    held = bench.get("quantization", shape.quantization)
+    if held != shape.quantization:
+        raise ConfigError(
+            f"the benchmark measured weights in {held or 'the format of the model'}, the engines of this run hold "
+            f"{shape.quantization or 'them as they are'}; measure with the --quantization of inference.quantization"
+        )
+    if (devices := bench.get("tensor_parallel_size", 1)) != 1:
+        raise ConfigError(f"the benchmark is of an engine on {devices} devices; measure one on a single device")
 
 
 def _knots(distinct: np.ndarray) -> np.ndarray:
@@ -106,7 +137,7 @@ def _least_absolute(columns_NK: np.ndarray, wanted_N: np.ndarray) -> np.ndarray:
     for _ in range(REWEIGHTED):
         solved_K = np.linalg.lstsq(columns_NK * weights_N[:, None], wanted_N * weights_N, rcond=None)[0]
         errors_N = np.abs(wanted_N - columns_NK @ solved_K)
-        weights_N = np.maximum(errors_N, 1e-3 * np.median(wanted_N)) ** -0.5
+        weights_N = np.maximum(errors_N, 1e-3 * wanted_N.mean()) ** -0.5
     return np.asarray(solved_K)
 
 

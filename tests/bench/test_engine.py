@@ -55,6 +55,8 @@ def test_continuous(model: str, tmp_path: Path) -> None:
     assert out["slot_waste"] == 0 and out["preemptions"] == 0
     assert 0 < out["mfu"] < 1 and 0 < out["mbu"] < 1 and out["peak_gbs"] > 0 and out["peak_tflops"] > 0
     assert out["tokens_per_second"] == pytest.approx(out["output_tokens"] / out["seconds"])
+    by_hand = 2 * (4 * 32 * 32 + 3 * 32 * 48) + 40 * 32
+    assert (out["active_parameters"], out["quantization"], out["tensor_parallel_size"]) == (by_hand, None, 1)
 
 
 def test_static_wastes_the_slots_of_short_samples(model: str, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Costs taken from benchmarks: what went in comes out, and what is no benchmark is told."""
 
+import math
 import random
 from typing import Any
 
@@ -89,7 +90,21 @@ def test_an_engine_takes_what_was_measured() -> None:
 
 @pytest.mark.parametrize(
     ("change", "told"),
-    [({"profile": None}, "lacks profile"), ({"profile": profile(3)}, "made 3 steps; at least 8")],
+    [
+        ({"profile": None}, "lacks profile"),
+        ({"profile": profile(3)}, "made 3 steps; at least 8"),
+        ({"profile": [[1.0, 2.0]] * 9}, "must be a list of steps"),
+        ({"profile": [[1.0, None, 2.0]] * 9}, "must be a list of steps"),
+        ({"profile": ["step"] * 9}, "must be a list of steps"),
+        ({"profile": 9}, "must be a list of steps"),
+        ({"profile": []}, "must be a list of steps"),
+        ({"profile": [[1, 2e6, 0.0]] * 9}, "must be a list of steps"),
+        ({"peak_gbs": "fast"}, "peak_gbs of the benchmark is 'fast'"),
+        ({"peak_tflops": math.inf}, "peak_tflops of the benchmark is inf"),
+        ({"active_parameters": 2 * SHAPE.active_parameters}, "small has 180,224; measure the model that is planned"),
+        ({"quantization": "int8"}, "measured weights in int8, the engines of this run hold them as they are"),
+        ({"tensor_parallel_size": 2}, "an engine on 2 devices"),
+    ],
 )
 def test_what_is_no_benchmark(change: dict[str, Any], told: str) -> None:
     bench = {"profile": profile(), "peak_tflops": 0.1, "peak_gbs": 20.0} | change
