@@ -94,13 +94,14 @@ def planned(
     shape = model_shape(config.model.path)
     inference = config.inference
     held = replace(shape, quantization=inference.quantization, quantize_head=inference.quantize_head)
-    cost = fitted_engine(EngineCost(shape=held, device=measured_device(engine)), engine)
+    degree = inference.tensor_parallel
+    cost = fitted_engine(EngineCost(shape=held, device=measured_device(engine), tensor_parallel=degree), engine)
     setup = setup_of_run(
         config,
         load=load,
         engine=cost,
         learner=fitted_learner(shape, learner),
-        sync=fitted_sync(shape, updates, bandwidth=cost.device.bandwidth),
+        sync=fitted_sync(shape, updates, bandwidth=cost.device.bandwidth * degree),
         sharing=sharing,
     )
     return Simulation(setup).run(steps, warm_up=config.rollout.async_steps + 1)

@@ -58,6 +58,8 @@ class StepCurve:
     """ascending"""
     at_tokens: tuple[float, ...]
     a_pair: float
+    devices: int = 1
+    """of the engine that was measured"""
 
     def seconds(self, tokens: int, pairs: float) -> float:
         """Beyond the last point the last slope goes on; below the first, the first value stays."""
@@ -97,7 +99,9 @@ class EngineCost:
         sequence's once. Behind `drawn` of them a token is drawn; None: behind all."""
         reduce = 2 * self.shape.num_layers * self.reduce_latency if self.tensor_parallel > 1 else 0.0
         if self.measured is not None:
-            return self.slowdown * (self.measured.seconds(tokens, pairs) / self.tensor_parallel + reduce)
+            share = self.measured.devices / self.tensor_parallel
+            seconds = self.measured.seconds(tokens, pairs) * share
+            return self.slowdown * (seconds if share == 1 else seconds + reduce)
         compute = self.shape.flops(tokens, pairs, drawn=drawn) / (self.device.flops * self.compute_efficiency)
         memory = self.shape.step_bytes(reads) / (self.device.bandwidth * self.bandwidth_efficiency)
         busy = max(compute, memory) / self.tensor_parallel

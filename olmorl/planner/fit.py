@@ -23,16 +23,24 @@ def fitted_engine(cost: EngineCost, bench: Mapping[str, Any]) -> EngineCost:
     Raises:
         ConfigError: the JSON is of something else, of another model, or of a benchmark too short to tell anything.
     """
-    _check(bench, ("peak_tflops", "peak_gbs"), "olmorl bench engine", also=("profile",))
+    device = measured_device(bench, cost.device)
     _check_same(bench, cost.shape)
-    return replace(cost, device=measured_device(bench, cost.device), measured=step_curve(cost.shape, bench["profile"]))
+    curve = replace(step_curve(cost.shape, bench["profile"]), devices=_devices(bench))
+    return replace(cost, device=device, measured=curve)
 
 
 def measured_device(bench: Mapping[str, Any], like: Device | None = None) -> Device:
-    flops, bandwidth = bench["peak_tflops"] * 1e12, bench["peak_gbs"] * 1e9
+    """One of those that the engine of a benchmark had. Raises ConfigError: it is no benchmark of an engine."""
+    _check(bench, ("peak_tflops", "peak_gbs"), "olmorl bench engine", also=("profile",))
+    flops, bandwidth = (bench[peak] / _devices(bench) for peak in ("peak_tflops", "peak_gbs"))
+    flops, bandwidth = flops * 1e12, bandwidth * 1e9
     if like is None:
         return Device(name="measured", flops=flops, bandwidth=bandwidth, memory=MEMORY)
     return replace(like, name=f"measured {like.name}", flops=flops, bandwidth=bandwidth)
+
+
+def _devices(bench: Mapping[str, Any]) -> int:
+    return int(bench.get("tensor_parallel_size", 1))
 
 
 def step_curve(shape: ModelShape, profile: list[list[float]]) -> StepCurve:
@@ -42,7 +50,12 @@ def step_curve(shape: ModelShape, profile: list[list[float]]) -> StepCurve:
         steps_NC = np.array(profile, np.float64)
     except (TypeError, ValueError):
         steps_NC = np.empty(0)
-    if steps_NC.ndim != 2 or steps_NC.shape[1] not in (3, 4) or not np.isfinite(steps_NC).all() or not steps_NC[:, 2].any():
+    if (
+        steps_NC.ndim != 2
+        or steps_NC.shape[1] not in (3, 4)
+        or not np.isfinite(steps_NC).all()
+        or not steps_NC[:, 2].any()
+    ):
         raise ConfigError("the benchmark's profile must be a list of steps: [tokens, FLOPs, seconds, rows of logits]")
     if len(steps_NC) < 8:
         raise ConfigError(f"the benchmark made {len(steps_NC)} steps; at least 8 tell what a step costs")
@@ -119,8 +132,6 @@ def _check_same(bench: Mapping[str, Any], shape: ModelShape) -> None:
             f"the benchmark measured weights in {held or 'the format of the model'}, the engines of this run hold "
             f"{shape.quantization or 'them as they are'}; measure with the --quantization of inference.quantization"
         )
-    if (devices := bench.get("tensor_parallel_size", 1)) != 1:
-        raise ConfigError(f"the benchmark is of an engine on {devices} devices; measure one on a single device")
 
 
 def _knots(distinct: np.ndarray) -> np.ndarray:

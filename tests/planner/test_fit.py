@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -88,6 +89,16 @@ def test_an_engine_takes_what_was_measured() -> None:
     assert (cost.device.flops, cost.device.bandwidth) == (0.1e12, 20e9)
 
 
+def test_an_engine_of_several_devices_is_taken_for_what_it_is() -> None:
+    bench = {"profile": profile(), "peak_tflops": 0.2, "peak_gbs": 40.0, "tensor_parallel_size": 2}
+    cost, step = fitted_engine(COST, bench), {"tokens": 8, "sequences": 8, "pairs": 500.0, "reads": 500.0}
+    assert (cost.device.flops, cost.device.bandwidth) == (0.1e12, 20e9)
+    alike = replace(cost, tensor_parallel=2).step_seconds(**step)
+    assert alike == pytest.approx(truth(8, 500), rel=0.02) and cost.step_seconds(**step) == 2 * alike
+    reduced = 2 * SHAPE.num_layers * cost.reduce_latency
+    assert replace(cost, tensor_parallel=4).step_seconds(**step) == pytest.approx(alike / 2 + reduced)
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [
@@ -103,7 +114,6 @@ def test_an_engine_takes_what_was_measured() -> None:
         ({"peak_tflops": math.inf}, "peak_tflops of the benchmark is inf"),
         ({"active_parameters": 2 * SHAPE.active_parameters}, "small has 180,224; measure the model that is planned"),
         ({"quantization": "int8"}, "measured weights in int8, the engines of this run hold them as they are"),
-        ({"tensor_parallel_size": 2}, "an engine on 2 devices"),
     ],
 )
 def test_what_is_no_benchmark(change: dict[str, Any], told: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from olmorl.config.load import load_config
+from olmorl.contract.errors import ConfigError
 from olmorl.metrics.rollout_log import write_rollouts
 from olmorl.planner.check import compare
 from olmorl.planner.costs import DEVICES, SyncCost
@@ -93,3 +94,7 @@ def test_runs_of_other_engines_say_nothing_of_an_update(tmp_path: Path, row: Cal
     found = compare(runs, engine=engine, learner=learner, sharing=Sharing())
     one, four, slower = (compared.planned.step_seconds for compared in found)
     assert four - one == pytest.approx(7.5) and slower == four
+    with pytest.raises(ConfigError, match="lacks profile, peak_tflops, peak_gbs; make it with olmorl bench engine"):
+        compare(runs, engine={}, learner=learner, sharing=Sharing())
+    with pytest.raises(ConfigError, match="lacks flops, seconds"):
+        compare(runs, engine=engine, learner={}, sharing=Sharing())
