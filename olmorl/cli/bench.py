@@ -8,8 +8,11 @@ from typing import Annotated, Any
 import typer
 
 from olmorl.cli.engine_options import with_engine_options
+from olmorl.cli.option_checks import finite, writable
 
 TABLE_WIDTH = 150  # at least, also where nobody says how wide the terminal is
+
+JsonFile = Annotated[Path | None, typer.Option("--json", callback=writable, help="Also write the figures here.")]
 
 app = typer.Typer(help="Measure the parts of the system on this machine.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -23,7 +26,7 @@ def bench_engine(
     workload: Annotated[
         Path, typer.Option(help='Run directory, or JSON list of {"prompt": [ids], "max_tokens": n, "group": g}.')
     ],
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the figures here.")] = None,
+    json_file: JsonFile = None,
     published: Annotated[
         bool, typer.Option("--as-reported", help="Also MFU and MBU by the constants of OLMo 3's ablation.")
     ] = False,
@@ -50,7 +53,7 @@ def learner(
             help='Run directory, or JSON list of {"prompt": [ids], "tokens": [ids], "advantage": a, "logprobs": [...]}.'
         ),
     ],
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the figures here.")] = None,
+    json_file: JsonFile = None,
     dtype: str = "float32",
     device: str = "cpu",
     tokens_per_micro_batch: int = 8192,
@@ -84,14 +87,17 @@ def sync(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Settings of a run, such as sync.transport=ipc.")
     ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the figures here.")] = None,
+    json_file: JsonFile = None,
     engines: Annotated[int, typer.Option(min=1)] = 2,
     live: Annotated[int, typer.Option(min=1, help="Samples that an engine decodes at once.")] = 16,
     max_tokens: Annotated[int, typer.Option(min=4, help="Of the longest sample.")] = 128,
     seconds: Annotated[
-        float, typer.Option(min=0.1, help="With updates in flight; the whole takes three times as long.")
+        float,
+        typer.Option(min=0.1, callback=finite, help="With updates in flight; the whole takes three times as long."),
     ] = 120,
-    interval: Annotated[float, typer.Option(min=0.1, help="Seconds from one update to the next.")] = 10,
+    interval: Annotated[
+        float, typer.Option(min=0.1, callback=finite, help="Seconds from one update to the next.")
+    ] = 10,
 ) -> None:
     """What a weight update costs engines under load.
 
@@ -110,12 +116,14 @@ def ablation(
         typer.Argument(metavar="[CONFIG]", help="A run of one's own, whose model, data and rewards are the load."),
     ] = None,
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Settings of every row.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the figures here.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Also draw them, as an HTML page.")] = None,
+    json_file: JsonFile = None,
+    plot: Annotated[Path | None, typer.Option(callback=writable, help="Also draw them, as an HTML page.")] = None,
     folder: Annotated[
         Path, typer.Option("--out", help="Keeps the runs; rows that were measured are not measured again.")
     ] = Path("outputs/ablation"),
-    seconds: Annotated[float | None, typer.Option(min=0.1, help="Of each measurement; 45 if not given.")] = None,
+    seconds: Annotated[
+        float | None, typer.Option(min=0.1, callback=finite, help="Of each measurement; 45 if not given.")
+    ] = None,
     repeats: Annotated[int | None, typer.Option(min=1, help="Measurements of each row; 2 if not given.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Of each role, in every row; 1 if not given.")] = None,
     quick: Annotated[bool, typer.Option(help="A tiny model, for a moment: that it works, no more.")] = False,
@@ -153,11 +161,13 @@ def ablation(
 
 @app.command()
 def planner(
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the figures here.")] = None,
+    json_file: JsonFile = None,
     folder: Annotated[
         Path, typer.Option("--out", help="Keeps the runs; what was measured is not measured again.")
     ] = Path("outputs/plan_check"),
-    seconds: Annotated[float | None, typer.Option(min=0.1, help="Of each run; 45 if not given.")] = None,
+    seconds: Annotated[
+        float | None, typer.Option(min=0.1, callback=finite, help="Of each run; 45 if not given.")
+    ] = None,
     quick: Annotated[bool, typer.Option(help="A tiny model, for a moment: that it works, no more.")] = False,
 ) -> None:
     """Six kinds of run measured beside what `olmorl plan` says.

@@ -15,6 +15,7 @@ import typer
 
 from olmorl import __version__
 from olmorl.cli import bench, quantize, rollout, serve
+from olmorl.cli.option_checks import finite, slowdowns, writable
 from olmorl.cli.shadowed import refuse_shadowed_packages
 from olmorl.contract.errors import ConfigError, OlmoRLError
 
@@ -125,8 +126,10 @@ def evaluate(
     max_num_seqs: Annotated[int | None, typer.Option(help="Samples decoded at once.")] = None,
     kv_cache_tokens: int | None = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads; all cores if not given.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
-    samples_file: Annotated[Path | None, typer.Option("--samples", help="Write every sample here, as parquet.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", callback=writable, help="Write the figures here.")] = None,
+    samples_file: Annotated[
+        Path | None, typer.Option("--samples", callback=writable, help="Write every sample here, as parquet.")
+    ] = None,
 ) -> None:
     """avg@k and pass@k of a model, with standard errors."""
     if (model is None) == (model_option is None):
@@ -178,7 +181,8 @@ def plan(
     bench: Annotated[Path | None, typer.Option(help="JSON of `olmorl bench engine`: measured costs.")] = None,
     learner_bench: Annotated[Path | None, typer.Option(help="JSON of `olmorl bench learner`, likewise.")] = None,
     price_per_hour: Annotated[
-        float | None, typer.Option(min=0, help="Dollars, of one device; a round price of --device if not given.")
+        float | None,
+        typer.Option(min=0, callback=finite, help="Dollars, of one device; a round price of --device if not given."),
     ] = None,
     check: Annotated[
         list[Path] | None,
@@ -189,11 +193,14 @@ def plan(
     sharing: Annotated[
         tuple[float, float],
         typer.Option(
-            help="With --check, of engine and learner on one machine: how much longer each takes beside the other."
+            callback=slowdowns,
+            help="With --check, of engine and learner on one machine: how much longer each takes beside the other.",
         ),
     ] = (1.0, 1.0),
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write all plans here.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Also draw them, as an HTML page.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", callback=writable, help="Also write all plans here.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(callback=writable, help="Also draw them, as an HTML page.")] = None,
 ) -> None:
     """Which split of the devices serves a run best."""
     if (config is None) == (not check):

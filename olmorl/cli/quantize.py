@@ -6,6 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
+from olmorl.cli.option_checks import writable
+
 
 def quantize(
     model: Annotated[str, typer.Option(help="Hugging Face folder or hub id.")],
@@ -24,8 +26,12 @@ def quantize(
     widths: Annotated[
         str | None, typer.Option(help="Also compare so many bits: 8,6,5,4,3. To nearest, GPTQ and AWQ each.")
     ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the figures here.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="With --widths: an HTML page of the comparison.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", callback=writable, help="Also write the figures here.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(callback=writable, help="With --widths: an HTML page of the comparison.")
+    ] = None,
     seed: int = 0,
 ) -> None:
     """Make a GPTQ or AWQ checkpoint of a model.
@@ -41,9 +47,6 @@ def quantize(
         raise ConfigError(f"--method is {method!r}; it must be gptq or awq")
     if plot is not None and widths is None:
         raise ConfigError("--plot shows a comparison; give --widths too, such as 8,4,3")
-    for path in (json_file, plot):
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
     job = QuantizeJob(
         model=model,
         prompts=SourceSection(path=prompts, prompt_column=prompt_column, limit=limit),

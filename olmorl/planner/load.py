@@ -74,6 +74,6 @@ def read_lengths(path: Path) -> list[int]:
         lengths = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} is no JSON list of lengths: {error}") from None
-    if not isinstance(lengths, list) or not lengths or not all(isinstance(n, int) and n > 0 for n in lengths):
+    if not isinstance(lengths, list) or not lengths or not all(type(n) is int and n > 0 for n in lengths):
         raise ConfigError(f"{path} is no JSON list of lengths: it must hold whole numbers above 0")
     return lengths

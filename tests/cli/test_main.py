@@ -73,6 +73,22 @@ def test_every_command_with_an_engine_has_its_options(command: list[str], capsys
         (["eval", "m"], "give --data"),
         (["eval", "./no/such/model", "--data", "d.jsonl"], "no/such/model: no such model folder"),
         (["eval", "m", "--data", "d.jsonl", "--temperature", "-1"], "eval.temperature is -1.0"),
+        # What a command writes in the end, and how long it takes, is looked at before anything is loaded.
+        (["eval", "m", "--data", "d.jsonl", "--json", "/"], "/ cannot be written: it is a folder"),
+        (["eval", "m", "--data", "d.jsonl", "--samples", "{config}/s.parquet"], "cannot be written"),
+        (["quantize", "--model", "m", "--prompts", "p", "--out", "o", "--json", "{config}/a/b"], "cannot be written"),
+        (["bench", "engine", "--model", "m", "--workload", "w", "--json", "{config}/x"], "x cannot be written: "),
+        (["bench", "learner", "--model", "m", "--batch", "b", "--json", "/"], "cannot be written"),
+        (["bench", "sync", "--model", "m", "--json", "/"], "cannot be written"),
+        (["bench", "sync", "--model", "m", "--interval", "inf"], "inf is no number"),
+        (["bench", "ablation", "--plot", "/"], "cannot be written"),
+        (["bench", "ablation", "--seconds", "inf"], "inf is no number"),
+        (["bench", "planner", "--json", "/"], "cannot be written"),
+        (["bench", "planner", "--seconds", "inf"], "inf is no number"),
+        (["plan", "{config}", "--plot", "/"], "cannot be written"),
+        (["plan", "{config}", "--price-per-hour", "inf"], "inf is no number"),
+        (["plan", "--check", ".", "--sharing", "0", "1"], "--sharing is 0 1; each takes 1 time as long"),
+        (["plan", "--check", ".", "--sharing", "1", "nan"], "--sharing is 1 nan"),
     ],
 )
 def test_bad_usage(arguments: list[str], says: str, config: Path, capsys: pytest.CaptureFixture[str]) -> None:
