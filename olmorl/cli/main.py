@@ -15,7 +15,7 @@ import typer
 
 from olmorl import __version__
 from olmorl.cli import bench, quantize, rollout, serve
-from olmorl.cli.option_checks import finite, slowdowns, writable
+from olmorl.cli.option_checks import finite, refuse_together, slowdowns, writable
 from olmorl.cli.shadowed import refuse_shadowed_packages
 from olmorl.contract.errors import ConfigError, OlmoRLError
 
@@ -161,6 +161,7 @@ def evaluate(
 
 @app.command()
 def plan(
+    context: typer.Context,
     config: Annotated[
         Path | None, typer.Argument(metavar="[CONFIG]", help="TOML file of the run; not with --check.")
     ] = None,
@@ -170,7 +171,7 @@ def plan(
     as_given: Annotated[
         bool, typer.Option("--as-given", help="Only the split that CONFIG has, on as many devices as it takes.")
     ] = False,
-    gpus: Annotated[int, typer.Option(help="Devices in all.")] = 8,
+    gpus: Annotated[int, typer.Option(help="Devices in all; not with --as-given.")] = 8,
     device: Annotated[str, typer.Option(help="a100, h100, h200 or b200.")] = "h100",
     shape: Annotated[str | None, typer.Option(help="Model shape by name, such as olmo3-7b; else model.path.")] = None,
     lengths: Annotated[
@@ -205,6 +206,13 @@ def plan(
     """Which split of the devices serves a run best."""
     if (config is None) == (not check):
         raise ConfigError("give what is to be planned, CONFIG, or runs to compare plans with, --check RUN_DIR")
+    refuse_together(context, "--as-given", "--gpus")
+    refuse_together(context, "--lengths", "--mean-length")
+    refuse_together(context, "config", "--sharing")
+    refuse_together(
+        context, "--check", "--as-given", "--gpus", "--device", "--shape", "--lengths", "--mean-length",
+        "--zero-variance", "--price-per-hour", "--plot",
+    )  # fmt: skip
     if config is None:
         from olmorl.cli.plan_check import plan_check
 

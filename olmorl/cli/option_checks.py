@@ -1,11 +1,13 @@
 """What the value of an option must be, where its type does not say it: known before anything is measured.
 
-Callbacks of options; each gives back what it was given, or raises ConfigError.
+Callbacks of options: each gives back what it was given, or raises ConfigError.
 """
 
 import math
 import os
 from pathlib import Path
+
+import typer
 
 from olmorl.contract.errors import ConfigError
 
@@ -36,3 +38,12 @@ def slowdowns(pair: tuple[float, float]) -> tuple[float, float]:
             f"--sharing is {pair[0]:g} {pair[1]:g}; each takes 1 time as long beside the other, or longer"
         )
     return pair
+
+
+def refuse_together(context: typer.Context, one: str, *others: str) -> None:
+    """Raises ConfigError where one of `others` was given, which counts for nothing beside `one`."""
+    sources = {parameter: context.get_parameter_source(parameter.name or "") for parameter in context.command.params}
+    typed = [parameter for parameter, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+    given = {option for parameter in typed for option in parameter.opts}
+    if one in given and (idle := given & set(others)):
+        raise ConfigError(f"{one if one.startswith('-') else one.upper()} makes nothing of {', '.join(sorted(idle))}")

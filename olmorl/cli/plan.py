@@ -11,7 +11,8 @@ from rich.progress import Progress
 from rich.table import Table
 
 from olmorl.config.load import load_config
-from olmorl.planner.plan import Plan, Question, as_json, explain, factors, finalists, first_look, sensitivity
+from olmorl.config.schema import Config
+from olmorl.planner.plan import Plan, Question, as_json, doubts, explain, factors, finalists, first_look, sensitivity
 from olmorl.planner.question import question_of
 from olmorl.planner.split import as_overrides, given
 
@@ -73,8 +74,9 @@ def plan(
         for name, value in factors(question).items()
     )
     console.print(f"by these factors: {', '.join(told)}", highlight=False)
-    apart = ["inference.gpu_share=1", "learner.gpu_share=1"] if config.shares_gpu else []
-    settings = [] if as_given else [*as_overrides(found[0]), *apart]
+    for doubt in doubts(question, found[0]):
+        console.print(f"[bold]beware:[/bold] {doubt}", highlight=False)
+    settings = [] if as_given else [*as_overrides(found[0]), *_apart(config)]
     command = shlex.join(["olmorl", "train", str(config_path), *overrides, *settings])
     console.print(f"\nrun it with:\n  {command}", soft_wrap=True, highlight=False, markup=False)
     if json_file is not None:
@@ -82,6 +84,12 @@ def plan(
         json_file.write_text(json.dumps(told_all, indent=1) + "\n")
     if plot is not None:
         _plot([*found, *looked], plot)
+
+
+def _apart(config: Config) -> list[str]:
+    """Settings without which those of a plan would count for nothing."""
+    shares = ["inference.gpu_share=1", "learner.gpu_share=1"] if config.shares_gpu else []
+    return [*shares, *(["cluster.split=given"] if config.cluster.split == "auto" else [])]
 
 
 def _table(found: Sequence[Plan], question: Question, price: str) -> Table:

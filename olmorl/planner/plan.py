@@ -150,6 +150,17 @@ def explain(question: Question, best: Plan) -> str:
     return f"{where}; both sides keep each other busy: the learner waits {best.learner_wait_share:.0%} of its time"
 
 
+def doubts(question: Question, plan: Plan) -> list[str]:
+    """Why a split that was given may not fit its devices, by the same count of memory that a plan keeps to."""
+    told = []
+    room, least = _engine(question, plan.tensor_parallel).kv_tokens(plan.slots), _learner_devices(question)
+    if plan.kv_cache_tokens > room:
+        told.append(f"beside the weights an engine has room for {room:,} tokens of KV, not {plan.kv_cache_tokens:,}")
+    if plan.learner_gpus < least:
+        told.append(f"training {question.shape.name} takes at least {least} {question.device.name}")
+    return told
+
+
 def candidates(question: Question) -> Iterator[tuple[int, int, int]]:
     """(inference devices, tensor parallel degree, slots) that fit in memory."""
     total, smallest = question.num_devices, _learner_devices(question)
@@ -311,6 +322,7 @@ def as_json(
         "plans": [asdict(plan) for plan in found],
         "best": asdict(found[0]),
         "why": explain(question, found[0]),
+        "doubts": doubts(question, found[0]),
         "tried": [asdict(plan) | {"dropped": _why_dropped(plan, looked)} for plan in looked],
         "sensitivity": changes,
         "factors": factors(question)

@@ -32,8 +32,19 @@ def as_overrides(plan: Plan) -> list[str]:
 
 
 def given(config: Config, question: Question) -> Plan:
-    """What the planner expects of the split that the config has."""
+    """What the planner expects of the split that the config has.
+
+    Raises:
+        ConfigError: it has none, or no engine could be cut like that.
+    """
     inference = config.inference
+    if config.cluster.split == "auto":
+        raise ConfigError("cluster.split = 'auto' gives no split, it has one planned; leave out --as-given")
+    if not question.shape.cut_by(inference.tensor_parallel):
+        raise ConfigError(
+            f"inference.tensor_parallel = {inference.tensor_parallel} does not divide the heads and features of "
+            f"{question.shape.name}"
+        )
     gpus = inference.workers * inference.tensor_parallel
     if (kv := inference.kv_cache_tokens) == "auto":
         kv = None

@@ -93,6 +93,37 @@ def test_one_gpu_with_both_roles_is_planned_as_it_is(tmp_path: Path, capsys: pyt
     assert "one inference worker, and here are 2" in capsys.readouterr().err
 
 
+def test_a_plan_for_a_run_that_would_plan_itself_is_the_one_that_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(["plan", CONFIG, *AUTO, "--gpus", "4", "--device", "h200"]) == 0
+    words = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    assert command([*words[1:], "--dry-run", "--cluster", "1x64x8:H100"]) == 0
+    printed = tomllib.loads(capsys.readouterr().out)
+    assert printed["cluster"]["split"] == "given"
+    assert (
+        printed["inference"]["workers"] * printed["inference"]["tensor_parallel"] + printed["learner"]["workers"] == 4
+    )
+
+
+def test_a_split_that_cannot_be_is_refused_and_one_that_hardly_fits_is_doubted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for wrong, told in (
+        (("cluster.split=auto",), "gives no split, it has one planned; leave out --as-given"),
+        (("inference.tensor_parallel=3",), "tensor_parallel = 3 does not divide the heads and features of qwen3-8b"),
+    ):
+        assert command(["plan", CONFIG, *SMALL, *wrong, "--as-given"]) == 2
+        assert told in " ".join(capsys.readouterr().err.split())
+    for settings, told in (
+        (("inference.kv_cache_tokens=700000", "learner.workers=4"), ["has room for 377,"]),
+        (("inference.kv_cache_tokens=70000",), ["training qwen3-8b takes at least 3 h100"]),
+        (("inference.kv_cache_tokens=70000", "learner.workers=4"), []),
+    ):
+        assert command(["plan", CONFIG, *SMALL, *settings, "--as-given", "--json", str(tmp_path / "p.json")]) == 0
+        doubts, said = json.loads((tmp_path / "p.json").read_text())["doubts"], capsys.readouterr().out
+        assert len(doubts) == len(told) == said.count("beware: ")
+        assert all(part in doubt for part, doubt in zip(told, doubts, strict=True))
+
+
 def test_no_worker_is_wider_than_a_node() -> None:
     """Qwen3 32B fills an H100 but for some thousand tokens of KV."""
     config = load_config(CONFIG, [*AUTO, "model.path=Qwen/Qwen3-32B", "rollout.max_response_tokens=32768"])
