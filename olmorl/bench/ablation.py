@@ -161,10 +161,13 @@ def bench_ablation(
     it the load is drawn.
 
     Raises:
-        ConfigError: `folder` holds measurements of another load, or a row's settings are none of a run.
+        ConfigError: `folder` holds measurements of another load, a row's settings are none of a run, or one of
+            `overrides` is what a row or the load sets.
     """
-    shared = [*([] if config is not None else load.settings(folder)), *run_settings(folder, load), *overrides]
     plan = switches(load.async_steps)
+    of_load = [] if config is not None else load.settings(folder)
+    _refuse_own(overrides, [*of_load, *run_settings(folder, load), *(one for row in plan for one in row.settings)])
+    shared = [*of_load, *run_settings(folder, load), *overrides]
 
     def settled(number: int, repeat: int) -> Config:
         laid = [setting for switch in plan[: number + 1] for setting in switch.settings]
@@ -210,6 +213,14 @@ def run_settings(folder: Path, load: AblationLoad) -> list[str]:
         "logging.rollouts=true",  # what a run was given is read from there
         "logging.wandb=disabled",
     ]
+
+
+def _refuse_own(overrides: Sequence[str], own: Sequence[str]) -> None:
+    """Settings that an ablation makes itself would count for nothing, or leave it without what it measures by."""
+    keys = {setting.partition("=")[0] for setting in own}
+    for override in overrides:
+        if (key := override.partition("=")[0].strip()) in keys:
+            raise ConfigError(f"{key} is set by the ablation itself; leave it out")
 
 
 def _same_load(folder: Path, load: AblationLoad, first: Config) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from olmorl.cli.engine_options import with_engine_options
-from olmorl.cli.option_checks import finite, writable
+from olmorl.cli.option_checks import a_folder, finite, writable
 
 TABLE_WIDTH = 150  # at least, also where nobody says how wide the terminal is
 
@@ -119,7 +119,10 @@ def ablation(
     json_file: JsonFile = None,
     plot: Annotated[Path | None, typer.Option(callback=writable, help="Also draw them, as an HTML page.")] = None,
     folder: Annotated[
-        Path, typer.Option("--out", help="Keeps the runs; rows that were measured are not measured again.")
+        Path,
+        typer.Option(
+            "--out", callback=a_folder, help="Keeps the runs; rows that were measured are not measured again."
+        ),
     ] = Path("outputs/ablation"),
     seconds: Annotated[
         float | None, typer.Option(min=0.1, callback=finite, help="Of each measurement; 45 if not given.")
@@ -163,7 +166,7 @@ def ablation(
 def planner(
     json_file: JsonFile = None,
     folder: Annotated[
-        Path, typer.Option("--out", help="Keeps the runs; what was measured is not measured again.")
+        Path, typer.Option("--out", callback=a_folder, help="Keeps the runs; what was measured is not measured again.")
     ] = Path("outputs/plan_check"),
     seconds: Annotated[
         float | None, typer.Option(min=0.1, callback=finite, help="Of each run; 45 if not given.")

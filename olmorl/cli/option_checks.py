@@ -26,6 +26,13 @@ def writable(path: Path | None) -> Path | None:
     return path
 
 
+def a_folder(path: Path) -> Path:
+    """One to be made, or one that is there."""
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"{path} is a file; give a folder")
+    return path
+
+
 def finite(value: float | None) -> float | None:
     if value is not None and not math.isfinite(value):
         raise ConfigError(f"{value} is no number to measure or to count with; give one that is finite")

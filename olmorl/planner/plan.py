@@ -37,6 +37,8 @@ class Question:
     """devices of a node, the most that one inference worker may have"""
     shared: bool = False
     """one device has both roles"""
+    learner_share: float = 1.0
+    """memory that a learner may use of a device, of what an engine may: not the same where they share one"""
 
     @property
     def shape(self) -> ModelShape:
@@ -198,7 +200,8 @@ def _slots(question: Question, tensor_parallel: int, workers: int) -> list[int]:
 def _learner_devices(question: Question) -> int:
     """The fewest that hold weights, gradients and optimizer, sharded."""
     needed = question.shape.num_parameters * BYTES_PER_TRAINED_PARAMETER
-    return max(1, -(-needed // int(question.device.memory * (1 - ACTIVATION_SHARE))))
+    usable = question.device.memory * question.learner_share * (1 - ACTIVATION_SHARE)
+    return max(1, -(-needed // int(usable)))
 
 
 def _why_nothing_fits(question: Question) -> str:

@@ -87,6 +87,7 @@ def question_of(
         longest=rollout.max_prompt_tokens + longest,
         node_size=node_size if inference.quantization is None else 1,
         shared=shared,
+        learner_share=config.learner.gpu_share / inference.gpu_share if shared else 1.0,
     )
 
 

@@ -83,6 +83,25 @@ def test_settings_of_no_run_leave_nothing_behind(tmp_path: Path, wrong: str) -> 
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("override", "of_config"),
+    [
+        ("rollout.async_steps=8", True),
+        ("inference.batching=static", True),
+        ("logging.rollouts=false", True),
+        ("run.output_dir=elsewhere", True),
+        ("rollout.samples_per_prompt=8", False),
+    ],
+)
+def test_what_an_ablation_sets_itself_is_no_override(tmp_path: Path, override: str, of_config: bool) -> None:
+    """It would count for nothing, or take away what is measured by."""
+    config = tmp_path / "run.toml" if of_config else None
+    key = override.partition("=")[0]
+    with pytest.raises(ConfigError, match=f"{key} is set by the ablation itself; leave it out"):
+        bench_ablation(tmp_path / "out", load=QUICK, config=config, overrides=[override], progress=pytest.fail)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_config_that_was_edited_is_another_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Measured(Exception):
         pass

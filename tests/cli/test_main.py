@@ -83,6 +83,7 @@ def test_every_command_with_an_engine_has_its_options(command: list[str], capsys
         (["bench", "sync", "--model", "m", "--interval", "inf"], "inf is no number"),
         (["bench", "ablation", "--plot", "/"], "cannot be written"),
         (["bench", "ablation", "--seconds", "inf"], "inf is no number"),
+        (["bench", "ablation", "--out", "{config}"], "run.toml is a file; give a folder"),
         (["bench", "planner", "--json", "/"], "cannot be written"),
         (["bench", "planner", "--seconds", "inf"], "inf is no number"),
         (["plan", "{config}", "--plot", "/"], "cannot be written"),

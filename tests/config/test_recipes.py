@@ -13,6 +13,7 @@ from inference.kv_blocks import window_pool_blocks
 from olmorl.cli.main import run
 from olmorl.config.load import load_config
 from olmorl.config.schema import Config
+from olmorl.planner.plan import doubts
 from olmorl.planner.question import question_of
 from olmorl.planner.shape import model_shape
 from olmorl.planner.split import given
@@ -121,7 +122,9 @@ def test_times_on_gpus_say_how_they_were_found() -> None:
 def test_the_time_is_the_planners(path: Path) -> None:
     config = load_config(path)
     number, unit = times()[path.name][0].split()[:2]
-    plan = given(config, question_of(config, num_devices=None, device_name="h100"))
+    question = question_of(config, num_devices=None, device_name="h100")
+    plan = given(config, question)
+    assert not doubts(question, plan)
     seconds = plan.step_seconds * config.run.steps
     assert seconds / {"hours": 3600, "days": 86400}[unit] == pytest.approx(float(number), rel=0.15)
 
