@@ -49,15 +49,14 @@ class ConsoleSink:
     def write(self, step: int, metrics: dict[str, float]) -> None:
         self._began = self._began or (step, time.monotonic())
         for line in _evaluations(step, metrics):
-            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+            self._say(line)
         if "reward/mean" not in metrics:
             return
         status, left = " · ".join(_status(metrics)), self._left(step)
         if self._progress is not None:
             self._progress.update(self._task, completed=step, status=status, left=left)
         elif step == self._first + 1 or step % self._every == 0 or step == self._total:
-            line = f"step {step}/{self._total} · {status}" + (f" · {left}" if left else "")
-            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+            self._say(f"step {step}/{self._total} · {status}" + (f" · {left}" if left else ""))
 
     def write_samples(self, version: int, samples: Mapping[str, Sequence[RolloutRow]]) -> None:
         """Too much for a console."""
@@ -66,6 +65,12 @@ class ConsoleSink:
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
+
+    def _say(self, line: str) -> None:
+        if self._progress is None:
+            print(line, file=self._console.file, flush=True)
+        else:  # above the line that is redrawn
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _left(self, step: int) -> str:
         assert self._began is not None, "a row was written"
