@@ -5,6 +5,7 @@ const byId = id => document.getElementById(id);
 const EVERY_MS = 2000;
 let newest = null, read = "", drawing = 0;
 const drawn = new Map();  // the figure of each chart that is on the page
+const hidden = new Map();  // of each chart, the names that somebody switched off
 // Three megabytes: what is to be drawn is asked for meanwhile.
 const plotly = new Promise((done, failed) => {
   if (window.Plotly) return done();
@@ -23,16 +24,16 @@ function element(tag, { text, ...attributes } = {}, ...children) {
 function themed(layout) {
   const style = getComputedStyle(document.documentElement);
   const colour = name => style.getPropertyValue(name).trim();
-  const axis = { gridcolor: colour("--line"), zerolinecolor: colour("--line"), linecolor: colour("--line"), automargin: true };
+  const axis = { gridcolor: colour("--line"), zerolinecolor: colour("--line"), linecolor: colour("--line") };
   const { xaxis = {}, yaxis = {}, ...rest } = layout;
   return {
     ...rest,
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     font: { color: colour("--text"), size: 12 },
-    margin: { l: 48, r: 12, t: 8, b: 36 },
-    legend: { orientation: "h", y: 1.03, yanchor: "bottom", x: 0, font: { size: 11 } },
+    margin: { l: 62, r: 12, t: 26, b: 42 },  // given, for with automargin plotly draws each chart twice; at the top is its bar
+    showlegend: false,  // ours are buttons: a keyboard reaches them, and they wrap as text does
     hoverlabel: { namelength: -1 },
-    uirevision: "kept",  // zoom and hidden lines survive new data
+    uirevision: "kept",  // zoom survives new data
     xaxis: { ...axis, ...xaxis }, yaxis: { ...axis, ...yaxis },
   };
 }
@@ -44,14 +45,32 @@ const resized = new ResizeObserver(entries => {
 function card({ id, title, says }) {
   const plot = element("div", { class: "plot", id: `plot-${id}`, role: "img", "aria-label": `${title}: ${says}`, tabindex: "0" });
   byId("grid").append(element("article", { id: `card-${id}`, class: id === "timeline" ? "card wide" : "card", "aria-label": title },
-    element("h2", { text: title }), element("div", { class: "says", text: says }), plot));
+    element("h2", { text: title }), element("div", { class: "says", text: says }), element("div", { class: "legend", id: `legend-${id}` }), plot));
   resized.observe(plot);
+  hidden.set(id, new Set());
 }
 
-function draw({ id, figure }) {
-  const said = JSON.stringify(figure);
+// A button for each name, which hides and shows it.
+function legend({ id, figure }) {
+  const off = hidden.get(id), traces = figure.layout.showlegend === false ? [] : figure.data;
+  byId(`legend-${id}`).replaceChildren(...traces.map((trace, at) => {
+    const key = element("i", { class: trace.fillcolor || trace.type === "bar" ? "area" : trace.line ? trace.line.dash || "solid" : "mark" });
+    key.style.color = (trace.line || trace.marker).color;
+    const button = element("button", { "aria-pressed": !off.has(trace.name) }, key, trace.name);
+    button.addEventListener("click", () => {
+      if (!off.delete(trace.name)) off.add(trace.name);
+      button.setAttribute("aria-pressed", !off.has(trace.name));
+      Plotly.restyle(byId(`plot-${id}`), { visible: off.has(trace.name) ? "legendonly" : true }, [at]);
+    });
+    return button;
+  }));
+}
+
+function draw(chart) {
+  const { id, figure } = chart, said = JSON.stringify(figure);
   if (drawn.get(id) === said) return;
   drawn.set(id, said);
+  legend(chart);
   const plot = byId(`plot-${id}`);
   if (figure.data.length === 0) {
     Plotly.purge(plot);
@@ -59,8 +78,9 @@ function draw({ id, figure }) {
     return;
   }
   if (plot.querySelector(".none")) plot.replaceChildren();
-  plot.style.height = `${figure.layout.height || (figure.data.length > 5 ? 330 : 260)}px`;  // room for the names
-  Plotly.react(plot, figure.data, themed(figure.layout), { displaylogo: false, modeBarButtonsToRemove: ["lasso2d", "select2d"] });
+  if (figure.layout.height) plot.style.height = `${figure.layout.height}px`;
+  const data = figure.data.map(trace => ({ ...trace, visible: hidden.get(id).has(trace.name) ? "legendonly" : true }));
+  Plotly.react(plot, data, themed(figure.layout), { displaylogo: false, modeBarButtonsToRemove: ["lasso2d", "select2d"] });
 }
 
 // What is in sight first, and never so many at once that the page does not answer.
@@ -208,7 +228,7 @@ const LEGENDS = {
   ratios: "orange: the learner finds it likelier than it was when drawn; blue: less likely; none: not trained",
 };
 
-function legend() {
+function explain() {
   byId("legend").textContent = LEGENDS[byId("colour").value];
 }
 
@@ -226,7 +246,7 @@ function select(name) {
 byId("tab-charts").addEventListener("click", () => select("charts"));
 byId("tab-rollouts").addEventListener("click", () => select("rollouts"));
 byId("which").addEventListener("change", loadRollouts);
-byId("colour").addEventListener("change", () => { legend(); document.querySelectorAll(".tokens span").forEach(paint); });
+byId("colour").addEventListener("change", () => { explain(); document.querySelectorAll(".tokens span").forEach(paint); });
 byId("follow").addEventListener("click", event => {
   const on = event.currentTarget.getAttribute("aria-pressed") !== "true";
   event.currentTarget.setAttribute("aria-pressed", String(on));
@@ -237,5 +257,5 @@ async function follow() {
   if (byId("follow").getAttribute("aria-pressed") === "true" && !document.hidden && !byId("charts").hidden) await refresh();
   setTimeout(follow, EVERY_MS);
 }
-legend();
+explain();
 refresh().then(() => setTimeout(follow, EVERY_MS));

@@ -2,11 +2,14 @@
 the host, and nothing is written."""
 
 import asyncio
+import gzip
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 from plotly.io.json import to_json_plotly
-from plotly.offline import get_plotlyjs
 from pyarrow import ArrowException
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -17,6 +20,7 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 
 from olmorl.dashboard.charts import CHARTS
+from olmorl.dashboard.plotly_script import page_script
 from olmorl.dashboard.run_data import RolloutsOf, RunData
 from olmorl.dashboard.samples import read_group, step_groups
 
@@ -43,13 +47,23 @@ def dashboard_app(directories: list[Path]) -> Starlette:
     lock = asyncio.Lock()  # one request reads the files at a time
     drawn: tuple[object, str] = (None, "")
 
-    async def charts(request: Request) -> Response:
+    async def newest() -> str:
         nonlocal drawn
         async with lock:
             state = [run.state for run in runs]
             if state != drawn[0]:
                 drawn = state, await asyncio.to_thread(_charts, runs)
-            return Response(drawn[1], media_type="application/json")
+            return drawn[1]
+
+    async def charts(request: Request) -> Response:
+        return Response(await newest(), media_type="application/json")
+
+    @asynccontextmanager
+    async def made_ready(app: Starlette) -> AsyncIterator[None]:
+        """While somebody types the address."""
+        work = asyncio.gather(newest(), asyncio.to_thread(_packed_script))
+        yield
+        await work
 
     async def rollouts(request: Request) -> Response:
         try:
@@ -73,15 +87,25 @@ def dashboard_app(directories: list[Path]) -> Starlette:
         routes=[
             Route("/", lambda _: HTMLResponse(_PAGE.read_text())),
             Route("/page.js", lambda _: Response(_SCRIPT.read_text(), media_type="text/javascript")),
-            Route("/plotly.js", lambda _: Response(get_plotlyjs(), media_type="text/javascript", headers=_KEEP)),
+            Route("/plotly.js", _plotly),
             Route("/charts", charts),
             Route("/rollouts", rollouts),
         ],
+        lifespan=made_ready,
         middleware=[Middleware(BaseHTTPMiddleware, dispatch=_add_headers), Middleware(GZipMiddleware, compresslevel=1)],
     )
 
 
-_KEEP = {"Cache-Control": "max-age=86400"}
+def _plotly(request: Request) -> Response:
+    kept = {"Cache-Control": "max-age=86400", "Vary": "Accept-Encoding"}
+    if "gzip" not in request.headers.get("accept-encoding", ""):
+        return Response(page_script(), media_type="text/javascript", headers=kept)
+    return Response(_packed_script(), media_type="text/javascript", headers=kept | {"Content-Encoding": "gzip"})
+
+
+@cache
+def _packed_script() -> bytes:
+    return gzip.compress(page_script().encode(), compresslevel=6)
 
 
 async def _add_headers(request: Request, call_next: RequestResponseEndpoint) -> Response:

@@ -77,13 +77,13 @@ def an_answer(version: int, prompt: int, rng: np.random.Generator) -> RolloutRow
 
 @pytest.fixture(scope="session")
 def make_run() -> Callable[..., Path]:
-    def make(folder: Path, *, steps: int, rollouts: int = 3, summary: bool = True) -> Path:
+    def make(folder: Path, *, steps: int, rollouts: int = 3, summary: bool = True, noise: float = 0.0) -> Path:
         rng = np.random.default_rng(steps)
         folder.mkdir(parents=True)
         (folder / "config.toml").write_text('[model]\npath = "nowhere"\n')
         sink = JsonlSink(folder / "metrics.jsonl")
         for step in range(1, steps + 1):
-            sink.write(step, metrics_of(step))
+            sink.write(step, {name: value * (1 + noise * rng.random()) for name, value in metrics_of(step).items()})
         sink.close()
         for step in range(max(1, steps - rollouts + 1), steps + 1):
             rows = [a_sample(step, prompt, sample, rng) for prompt in range(3) for sample in range(4)]

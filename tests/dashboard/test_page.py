@@ -71,21 +71,35 @@ def test_every_chart_of_a_finished_run_has_data(
     page = opened(make_run(tmp_path / "run", steps=40), width=width)
     assert page.tab.text_content("#status") == "finished" and page.tab.text_content("#step") == "step 40"
     assert {chart.id: page.points(chart.id) for chart in CHARTS if page.points(chart.id) == 0} == {}
+    bars = "document.querySelectorAll('#plot-lengths .bars .point').length"
+    assert page.tab.evaluate(bars) > 10, "plotly.js came without bars"
     assert page.tab.evaluate("document.documentElement.scrollWidth <= innerWidth"), "the page scrolls sideways"
     page.check()
 
 
 def test_hover_and_the_hiding_of_a_line_work(tmp_path: Path, make_run: Make, opened: Callable[..., Page]) -> None:
-    page = opened(make_run(tmp_path / "run", steps=40))
+    run = make_run(tmp_path / "run", steps=40)
+    page = opened(run)
     plot = page.tab.locator("#plot-reward .nsewdrag").first
     plot.scroll_into_view_if_needed()
     box = plot.bounding_box()
     page.tab.mouse.move(box["x"] + 10, box["y"] + box["height"] / 2)
     page.tab.mouse.move(box["x"] + box["width"] / 2, box["y"] + 10, steps=5)
     page.tab.wait_for_selector("#plot-reward .hoverlayer .hovertext", state="attached")
-    entry = page.tab.locator("#plot-reward .legendtoggle").first
+    entry = page.tab.locator("#legend-reward button").first
     entry.click()
-    page.until("document.getElementById('plot-reward').data.some(t => t.visible === 'legendonly')")
+    visible = "document.getElementById('plot-reward').data.map(trace => trace.visible).join()"
+    page.until(f"{visible} === 'legendonly,true'")
+    assert entry.get_attribute("aria-pressed") == "false"
+    sink = JsonlSink(run / "metrics.jsonl")
+    sink.write(41, {"reward/mean": 0.123})
+    sink.close()
+    page.until("document.getElementById('step').textContent === 'step 41'")
+    page.until("document.getElementById('plot-reward').data[0].x.length === 41")
+    assert page.tab.evaluate(visible) == "legendonly,true", "new data brought it back"
+    page.tab.focus("#legend-reward button >> nth=0")
+    page.tab.keyboard.press("Enter")
+    page.until(f"{visible} === 'true,true'")
     page.check()
 
 
@@ -150,12 +164,23 @@ def test_a_long_sample_is_shown_in_parts(tmp_path: Path, make_run: Make, opened:
     page.check()
 
 
-def test_a_run_of_2000_steps_opens_in_two_seconds(tmp_path: Path, make_run: Make, opened: Callable[..., Page]) -> None:
-    page = opened(make_run(tmp_path / "run", steps=2000, rollouts=40))
-    assert page.points("reward") >= 2000
-    # The bound on a quiet machine is 2 s; tests share theirs with others.
-    assert page.seconds_to_open < 10
-    page.check()
+@pytest.mark.parametrize(  # who shares the machine slows it down
+    "seconds", [10, pytest.param(2, marks=[pytest.mark.soak, pytest.mark.timed])]
+)
+def test_a_run_of_2000_steps_opens_in_two_seconds(
+    seconds: float, tmp_path: Path, make_run: Make, browser: Any, serve: Serve
+) -> None:
+    """By a browser that was never there before. The best of three: other load can only make it slower."""
+    address = serve(make_run(tmp_path / "run", steps=2000, rollouts=40, noise=0.5))
+    best = float("inf")
+    for _ in range(3):
+        page = Page(browser, address)
+        assert page.points("reward") >= 2000
+        best = min(best, page.seconds_to_open)
+        page.check()
+        if best < seconds:
+            return
+    raise AssertionError(f"{best:.2f} s, where {seconds} are allowed")
 
 
 def test_runs_are_laid_over_each_other(tmp_path: Path, make_run: Make, opened: Callable[..., Page]) -> None:

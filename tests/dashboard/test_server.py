@@ -1,6 +1,7 @@
 """What the page's server answers: on damaged files, on directories that go away, on questions of any kind."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,8 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from plotly.offline import get_plotlyjs
 from starlette.testclient import TestClient
 
+from olmorl.dashboard.plotly_script import only_drawn, page_script
 from olmorl.dashboard.server import dashboard_app
 from olmorl.metrics.rollout_log import read_rollouts, write_rollouts
 
@@ -111,6 +114,42 @@ def test_evaluations_are_read_beside_steps(tmp_path: Path, make_run: Make) -> No
     [sample] = client.get("/rollouts", params=asked).json()["samples"]
     assert sample["fate"] == "eval" and set(sample["versions"]) == {0}
     assert client.get("/rollouts?step=5&of=evals").status_code == 404
+
+
+def test_plotly_comes_without_what_is_never_drawn_and_whole_where_that_is_in_doubt() -> None:
+    whole = get_plotlyjs()
+    [listed] = re.findall(r"\.register\(\[([\w$(),]+)\]\)", only_drawn(whole))
+    assert listed.endswith("()") and "," not in listed and f"[{listed}," in whole, "not one of those listed"
+    for strange in (
+        "",
+        whole.replace('moduleType:"trace",name:"bar"', 'moduleType:"trace",name:"other"'),
+        whole.replace(".register([", ".add(["),
+        whole + "x.register([a(),b()])",
+    ):
+        assert only_drawn(strange) == strange
+
+
+def test_the_script_is_packed_for_who_unpacks_it(tmp_path: Path, make_run: Make) -> None:
+    with TestClient(dashboard_app([make_run(tmp_path / "run", steps=2)])) as client:
+        packed = client.get("/plotly.js")
+        assert packed.headers["content-encoding"] == "gzip" and packed.text == page_script()
+        plain = client.get("/plotly.js", headers={"accept-encoding": "identity"})
+        assert "content-encoding" not in plain.headers and plain.text == packed.text
+        assert (
+            "max-age" in packed.headers["cache-control"] and "default-src" in packed.headers["content-security-policy"]
+        )
+
+
+def test_steps_without_a_token_leave_no_hole(tmp_path: Path, make_run: Make) -> None:
+    run = make_run(tmp_path / "run", steps=5)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines[2] |= {name: 0.0 for name in lines[2] if name.startswith("waste/")}
+    lines[1]["canary/logprob_abs_diff_mean"] = 0.0
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = {chart["id"]: chart["figure"] for chart in charts(TestClient(dashboard_app([run])))["charts"]}
+    assert {tuple(trace["x"]) for trace in found["waste"]["data"]} == {(1, 2, 4, 5)}
+    [canary] = [trace for trace in found["mismatch"]["data"] if trace["name"] == "canary"]
+    assert canary["y"] == [0.5, None, 0.5, 0.5, 0.5], "a logarithm has no place for 0"
 
 
 def test_numbers_that_json_does_not_know_are_null(tmp_path: Path, make_run: Make) -> None:
