@@ -70,7 +70,7 @@ def _stacked(run: RunData, prefix: str, kinds: Iterable[str], colours: Mapping[s
                 "scatter",
                 x=steps,
                 y=_short(values.get(step, 0.0) for step in steps),
-                name=kind,
+                name=kind.replace("_", " "),
                 mode="lines",
                 stackgroup="all",
                 groupnorm="fraction",
@@ -145,6 +145,8 @@ def _faults(runs: Runs) -> Figure:
     ]
     figure = _lines(runs, names, y="count")
     figure.layout["yaxis"]["rangemode"] = "nonnegative"
+    if max((count for trace in figure.data for count in trace["y"]), default=0) < 10:
+        figure.layout["yaxis"]["dtick"] = 1  # there is no half a fault
     return figure
 
 
