@@ -12,9 +12,10 @@ table, W its width, P positions, F half of D, S block size.
 
 import numpy as np
 
-from inference.kernels.compiling import exact, fast
+from inference.kernels.compiling import exact
 from inference.kernels.cpu_int8_kv import store_int8, unpack_keys, unpack_values
 from inference.kernels.cpu_math import address, exp, floats
+from inference.kernels.cpu_reduce import highest, sum_of, sum_of_squares
 from inference.kernels.cpu_tile import LANES, WIDE, accumulate
 
 TILE = 512  # keys whose scores are held at once
@@ -27,7 +28,7 @@ def scores_width(block_size: int) -> int:
     return max(TILE, block_size) + 2 * LANES
 
 
-@fast
+@exact
 def norm_rope_store(  # type: ignore[no-untyped-def]
     x_HD,
     num_heads,
@@ -82,20 +83,15 @@ def norm_rope_store(  # type: ignore[no-untyped-def]
             value[U(offset * head_dim + d)] = x_HD[num_heads + num_kv + k, U(d)]
 
 
-@fast
+@exact
 def _normalize(x_HD, weight, eps):  # type: ignore[no-untyped-def]
-    heads, size = x_HD.shape
-    total = np.float32(0)
-    for h in range(heads):
-        for d in range(size):
-            total += x_HD[h, d] * x_HD[h, d]
-    scale = np.float32(1) / np.sqrt(total / np.float32(heads * size) + np.float32(eps))
-    for h in range(heads):
-        for d in range(size):
-            x_HD[h, d] = weight[h * size + d] * (x_HD[h, d] * scale)
+    x = floats(address(x_HD), x_HD.size)
+    scale = np.float32(1) / np.sqrt(sum_of_squares(x) / np.float32(len(x)) + np.float32(eps))
+    for i in range(len(x)):
+        x[U(i)] = weight[U(i)] * (x[U(i)] * scale)
 
 
-@fast
+@exact
 def attend(  # type: ignore[no-untyped-def]
     q_HD, first_kv, num_kv, keys, values, block_step, int8, block_size, blocks_W, position, window,
     next_kv, next_blocks_W, next_position, scores_HP, keys_DS, block_X, out_HD,
@@ -184,26 +180,21 @@ def _score_block(q_HD, keys, following, values, num_kv, block_size, scores_HP, a
             )
 
 
-@fast
+@exact
 def _weigh(x, scale, highest_H, total_H, h, out_HD):  # type: ignore[no-untyped-def]
     """Scores become exp(scale * (score - highest so far)); what was summed before is brought to the same scale."""
-    count = len(x)
     before = highest_H[h]
-    top = before
-    for i in range(count):
-        top = max(top, x[U(i)])
-    total = np.float32(0)
-    for i in range(count):
-        value = exp((x[U(i)] - top) * scale)
-        x[U(i)] = value
-        total += value
+    top = max(before, highest(x))
+    for i in range(len(x)):
+        x[U(i)] = exp((x[U(i)] - top) * scale)
+    mass = sum_of(x)
     if total_H[h] > 0:
         factor = exp((before - top) * scale)
-        total += total_H[h] * factor
+        mass += total_H[h] * factor
         for d in range(out_HD.shape[1]):
             out_HD[h, U(d)] *= factor
     highest_H[h] = top
-    total_H[h] = total
+    total_H[h] = mass
 
 
 @exact

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from inference.kernels.compiling import exact, fast
+from inference.kernels.compiling import exact
 from inference.kernels.cpu_attention import attend, norm_rope_store
 from inference.kernels.cpu_linear import gated_linear, linear, share_start
 from inference.kernels.cpu_math import address, floats
@@ -268,7 +268,7 @@ def _residual_norm(thread, threads, signals, met, tokens, scratch, weight, eps, 
     return met
 
 
-@fast
+@exact
 def _add_squares(first, end, tokens, scratch, pre_norm, adds):  # type: ignore[no-untyped-def]
     """Of features in parts: one long sum would lose digits."""
     for panel in range((tokens + LANES - 1) // LANES):
@@ -286,7 +286,7 @@ def _add_squares(first, end, tokens, scratch, pre_norm, adds):  # type: ignore[n
                         part[lane + j] += normed[m, lane + j] * normed[m, lane + j]
 
 
-@fast
+@exact
 def _norm(first, end, tokens, scratch, weight, eps, pre_norm):  # type: ignore[no-untyped-def]
     size, scale = len(weight), np.empty(_HALF, np.float32)
     for panel in range((tokens + LANES - 1) // LANES):

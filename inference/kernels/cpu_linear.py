@@ -7,7 +7,7 @@ addresses here, sizes count words of 4 bytes.
 
 import numpy as np
 
-from inference.kernels.compiling import exact, fast
+from inference.kernels.compiling import exact
 from inference.kernels.cpu_float_rows import float_rows
 from inference.kernels.cpu_math import exp, floats
 from inference.kernels.cpu_quantized_rows import quantized_rows, row_words
@@ -105,7 +105,7 @@ def _rows(  # type: ignore[no-untyped-def]
         add_bias(floats(bias + 4 * first, rows), to, out_step, out_panel, tokens)
 
 
-@fast
+@exact
 def gate(gate, up):  # type: ignore[no-untyped-def]
     for i in range(len(gate)):
         x = gate[U(i)]

@@ -10,12 +10,14 @@ Suffixes: S rows, V vocabulary, B bins, C candidates.
 
 import numpy as np
 
-from inference.kernels.compiling import exact, fast
+from inference.kernels.compiling import exact
 from inference.kernels.cpu_math import exp
+from inference.kernels.cpu_reduce import highest, sum_of
 from inference.kernels.cpu_team import take
 
 _BINS = 1024
 _PER_NAT = np.float32(16)
+_PART = 256  # masses summed in float32, or what small ones add up to would be lost
 U = np.uint64
 
 
@@ -43,19 +45,16 @@ def _truncate_row(x_V, top_k, top_p, min_p):  # type: ignore[no-untyped-def]
         x_V[kept_C[c]] = values_C[c]
 
 
-@fast
+@exact
 def _mass(x_V):  # type: ignore[no-untyped-def]
     """The highest logit, and the sum of exp(x - highest)."""
-    top = x_V[0]
-    for v in range(len(x_V)):
-        top = max(top, x_V[U(v)])
-    total = 0.0
-    for start in range(0, len(x_V), 256):  # parts, or float32 would lose what small masses add up to
-        part = np.float32(0)
-        for v in range(start, min(start + 256, len(x_V))):
-            part += exp(x_V[U(v)] - top)
-        total += part
-    return top, total
+    top, mass, masses = highest(x_V), 0.0, np.empty(_PART, np.float32)
+    for start in range(0, len(x_V), _PART):
+        count = min(_PART, len(x_V) - start)
+        for v in range(count):
+            masses[U(v)] = exp(x_V[U(start + v)] - top)
+        mass += sum_of(masses[:count])
+    return top, mass
 
 
 @exact
