@@ -11,6 +11,10 @@ from olmorl.config.data_sections import RewardSection
 from olmorl.controller.group import Group
 
 LEAST_GROUPS = 8  # fewer may be bad rows
+WHAT_TO_DO = (  # in a run
+    "Mend it or name another (`olmorl doctor CONFIG` tries it on rows), then --resume. The first traceback is in "
+    "driver.log among the logs"
+)
 
 
 class FailingVerifiers:
@@ -35,7 +39,7 @@ class FailingVerifiers:
         self._failed[source] += 1
         if self._failed[source] == self._enough and self.trouble is None:
             what = f"all samples of the first {self._enough} groups of data source {source!r}"
-            self.trouble = describe(what, group, self._section)
+            self.trouble = f"{describe(what, group, self._section)}. {WHAT_TO_DO}"
 
 
 def has_failed(groups: Iterable[Group]) -> bool | None:
@@ -63,6 +67,5 @@ def describe(what: str, group: Group, section: RewardSection) -> str:
     detail = next(s.detail for s in group.samples if s.sample.finish_reason != "abort")
     return (
         f"the verifier fails: {what} ended in an error and none was ever judged. {who}, asked "
-        f"about {prompt.place or prompt.prompt_id}: {detail}. Mend it or name another (`olmorl doctor CONFIG` tries it "
-        "on rows), then --resume. The first traceback is in driver.log among the logs"
+        f"about {prompt.place or prompt.prompt_id}: {detail}"
     )

@@ -18,7 +18,7 @@ from olmorl.controller.admission import train_samples
 from olmorl.controller.background import Background
 from olmorl.controller.buffer import RolloutBuffer
 from olmorl.controller.evaluate import EvalSet, Evaluation, evaluate
-from olmorl.controller.failing import failing_set
+from olmorl.controller.failing import WHAT_TO_DO, failing_set
 from olmorl.controller.fleet import Fleet
 from olmorl.controller.group import Fate, Group
 from olmorl.controller.loop import Batch, RolloutLoops
@@ -284,7 +284,7 @@ class Session:
         if first:
             sets = (failing_set(one.set.name, one.groups, self._config.reward) for one in evaluations)
             if trouble := next(filter(None, sets), None):
-                raise StarvationError(trouble)
+                raise StarvationError(f"{trouble}. {WHAT_TO_DO}")
 
     async def _keep_weights(self, version: int) -> None:
         """Before the next snapshot takes their place."""

@@ -73,3 +73,18 @@ def test_bad_truths_are_told_before_the_model_is_loaded(tmp_path: Path, capsys: 
 @pytest.mark.parametrize(("k", "ks"), [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (8, [1, 2, 4, 8])])
 def test_the_ks_of_pass_at_k(k: int, ks: list[int]) -> None:
     assert smaller_ks(k) == ks
+
+
+def test_a_verifier_that_fails_at_everything_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Figures of nothing are no result; what was said is kept."""
+    (tmp_path / "my_verifier.py").write_text("def score(completion, ground_truth, prompt):\n    return 1 / 0\n")
+    monkeypatch.chdir(tmp_path)
+    files = ["--json", "figures.json", "--samples", "samples.parquet"]
+    own = ["--verifier", "my_verifier:score", *SMALL, "--limit", "2"]
+    assert run(["eval", "--model", str(MODEL), "--data", str(HELD_OUT), *own, *files]) == 1
+    said = capsys.readouterr().err
+    assert "all 8 samples of evaluation set 'held_out' ended in an error" in said and "ZeroDivisionError" in said
+    assert json.loads((tmp_path / "figures.json").read_text())["sets"]["held_out"]["avg_at_k"] is None
+    assert [row.verdict for row in read_rollouts(tmp_path / "samples.parquet")] == ["error"] * 8
