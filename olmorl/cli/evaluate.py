@@ -47,7 +47,10 @@ def configure(model: str, settings: Mapping[str, object]) -> tuple[Config, int]:
         return load_config(None, [*needed, *overrides]), 0
     found = directory.newest_export()
     if found is None:
-        raise ConfigError(f"{model} holds no export; a run writes one when it ends, with checkpoint.export = true")
+        raise ConfigError(
+            f"{model} holds no export; a run writes one when it ends, with checkpoint.export = true. Let it end; "
+            "run.steps=N with --resume ends it at its newest checkpoint, after N steps"
+        )
     version, folder = found
     config = load_config(directory.config_file, [f"model.path={json.dumps(str(folder))}", *overrides])
     if not config.eval.data:

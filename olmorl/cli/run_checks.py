@@ -4,6 +4,9 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+
 from olmorl.cli.finding import Finding
 from olmorl.cli.machine_checks import check_disk
 from olmorl.cli.shadowed import find_shadowed
@@ -55,6 +58,12 @@ def check_output(directory: Path) -> Finding:
 def check_model(path: str) -> Finding:
     folder = Path(path)
     if not folder.exists():
+        try:
+            validate_repo_id(path)
+        except HFValidationError:
+            return Finding(
+                "fail", f"model folder {path} does not exist, and no hub id looks like it", "correct model.path"
+            )
         fix = "correct model.path; or, if it is a hub id, see that it is in the cache or the hub can be reached"
         return Finding("warn", f"model {path!r} is no folder here, so it is taken as a hub id", fix)
     missing = [name for name in ("config.json", "tokenizer.json") if not (folder / name).is_file()]

@@ -1,5 +1,6 @@
 """`olmorl train`: config in, run, table of results out."""
 
+import json
 import re
 import sys
 import tempfile
@@ -13,6 +14,7 @@ from olmorl.config.schema import Config
 from olmorl.contract.errors import ConfigError, PlacementError
 from olmorl.contract.training import check_learner_dtype
 from olmorl.controller.placement import Node, Placement, plan_placement, this_machine
+from olmorl.controller.run_directory import RunDirectory
 
 _CLUSTER = re.compile(r"(\d+)x(\d+)x(\d+)(?::(\w+))?")
 
@@ -33,7 +35,8 @@ def print_plan(config_path: Path, overrides: Sequence[str], cluster: str | None 
         if cluster is not None:
             raise PlacementError(f"it does not fit {cluster}: {error}") from None
         verdict, memory = f"it does not fit this machine: {error}", []
-    for line in (verdict, f"placement: {placement.describe()}", *memory):
+    further = f"model, data and verifiers are not looked at: olmorl doctor {config_path}"
+    for line in (verdict, f"placement: {placement.describe()}", *memory, further):
         print(f"# {line}")
     print(f"\n{dump_toml(config)}", end="")
 
@@ -92,14 +95,29 @@ def _nodes(config: Config) -> Sequence[Node]:
 def train(config_path: Path, overrides: Sequence[str], *, resume: bool) -> None:
     config = _load(config_path, overrides, _nodes)
     from olmorl.controller.run import Run  # brings Ray
-    from olmorl.controller.run_directory import RunDirectory
 
-    with Run(config, resume=resume) as run:
-        summary = run.train()
+    directory = RunDirectory(config.run.directory)
+    try:
+        with Run(config, resume=resume) as run:
+            summary = run.train()
+    except KeyboardInterrupt:
+        print(_where_it_stands(directory), file=sys.stderr)
+        raise
     print(format_summary(summary))
-    export = RunDirectory(config.run.directory).export(summary.get("steps", 0))
+    export = directory.export(summary.get("steps", 0))
     if export.is_dir():
         print(f"\nthe trained model, a Hugging Face folder: {export}")
+
+
+def _where_it_stands(directory: RunDirectory) -> str:
+    """Of a run that was interrupted: from where --resume goes on, so that it is seen what is lost."""
+    newest = directory.newest_complete() if directory.path.exists() else None
+    done = "nothing was trained"
+    if directory.summary_file.exists():  # else it was still starting
+        done = f"{json.loads(directory.summary_file.read_text())['steps']} steps are trained"
+    if newest is None:
+        return f"{done}, and no checkpoint is complete: --resume begins anew (see checkpoint.every)"
+    return f"{done}; --resume goes on from the newest checkpoint, {newest.name}"
 
 
 def format_summary(summary: Mapping[str, Any]) -> str:

@@ -39,7 +39,7 @@ class Totals:
     reward_last: float | None = None
     eval_before: float | None = None
     eval_after: float | None = None
-    """mean reward over the evaluation sets, of the first and of the last version evaluated"""
+    """mean reward over the evaluation sets, of version 0 and of the last one evaluated, if it is another"""
     eval: dict[str, dict[str, float | None]] = field(default_factory=dict)
     """the last evaluation of each set"""
     waste: dict[Bin, int] = field(default_factory=dict)
@@ -123,9 +123,11 @@ class Recorder:
             totals.eval[evaluation.set.name] = step_metrics.describe_evaluation(evaluation)
         self._add_up_waste()
         means = [mean for evaluation in evaluations if math.isfinite(mean := evaluation.avg_at_k.mean)]
-        totals.eval_after = sum(means) / len(means) if means else None
-        if totals.eval_before is None:
-            totals.eval_before = totals.eval_after
+        mean = sum(means) / len(means) if means else None
+        if all(evaluation.version == 0 for evaluation in evaluations):
+            totals.eval_before = mean
+        else:
+            totals.eval_after = mean
 
     def lost(self, tokens: int) -> None:
         """Made by workers that are no more, and never received: so many in all of this attempt."""

@@ -200,7 +200,8 @@ def describe_evaluation(evaluation: Evaluation) -> dict[str, float | None]:
         "pass_at_k_stderr": passed.standard_error,
     }
     known = {name: value if math.isfinite(value) else None for name, value in estimates.items()}
-    return {"version": evaluation.version, "k": evaluation.k, **known}
+    unscored = evaluation.num_unscored / max(1, len(evaluation.samples))
+    return {"version": evaluation.version, "k": evaluation.k, "unscored_fraction": unscored, **known}
 
 
 def add_times(bag: MetricBag, times: StepTimes) -> None:

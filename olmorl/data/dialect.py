@@ -26,7 +26,8 @@ _LACKING = {
     PROMPT_COLUMNS: f"are no known dialect; known are: {'; '.join(DIALECTS)}. Other names can be given as "
     "prompt_column and answer_column of the data source",
     ANSWER_COLUMNS: f"hold no answer to score completions by ({' | '.join(ANSWER_COLUMNS)}); one of another name can "
-    "be given as answer_column of the data source (--answer-column)",
+    "be given as answer_column of the data source, data.train={path = '...', answer_column = '...'}; where there is no "
+    "config, as --answer-column",
 }
 GSM8K_ANSWER = re.compile(r"####\s*(\S.*?)\s*\Z")  # what GSM8K puts behind its worked solution
 

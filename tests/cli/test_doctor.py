@@ -145,6 +145,7 @@ def test_an_interpreter_that_others_cannot_read(monkeypatch: pytest.MonkeyPatch,
 def test_models(model: Path, tmp_path: Path) -> None:
     assert run_checks.check_model(str(model)).status == "ok"
     assert run_checks.check_model("allenai/no-folder-here").status == "warn"
+    assert {run_checks.check_model(path).status for path in ("./modl", "configs/a/model", "/modl", "modl/")} == {"fail"}
     (model / "config.json").write_text("{")
     assert "not readable as JSON" in run_checks.check_model(str(model)).what
     (model / "config.json").write_text('{"model_type": "gpt2"}')

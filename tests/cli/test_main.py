@@ -130,6 +130,7 @@ def test_dry_run_prints_a_config_that_can_be_run(
     assert run(["train", str(config), *overrides, "--dry-run"]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("# it fits this machine\n# placement: 1 inference x cpu, 1 learner x cpu")
+    assert f"# model, data and verifiers are not looked at: olmorl doctor {config}\n" in printed
     again = tmp_path / "again.toml"
     again.write_text(printed)
     assert load_config(again, []) == load_config(config, overrides)
