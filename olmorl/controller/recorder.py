@@ -123,11 +123,11 @@ class Recorder:
             totals.eval[evaluation.set.name] = step_metrics.describe_evaluation(evaluation)
         self._add_up_waste()
         means = [mean for evaluation in evaluations if math.isfinite(mean := evaluation.avg_at_k.mean)]
-        mean = sum(means) / len(means) if means else None
+        average = sum(means) / len(means) if means else None
         if all(evaluation.version == 0 for evaluation in evaluations):
-            totals.eval_before = mean
+            totals.eval_before = average
         else:
-            totals.eval_after = mean
+            totals.eval_after = average
 
     def lost(self, tokens: int) -> None:
         """Made by workers that are no more, and never received: so many in all of this attempt."""
