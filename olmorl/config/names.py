@@ -43,6 +43,30 @@ ALIASES = {
 }
 """open-instruct's own flag names"""
 
+ELSEWHERE = {
+    "group_size": "rollout.samples_per_prompt",
+    "num_generations": "rollout.samples_per_prompt",
+    "num_samples": "rollout.samples_per_prompt",
+    "batch_size": "rollout.prompts_per_step",
+    "train_batch_size": "rollout.prompts_per_step",
+    "max_completion_length": "rollout.max_response_tokens",
+    "max_new_tokens": "rollout.max_response_tokens",
+    "max_prompt_length": "rollout.max_prompt_tokens",
+    "learning_rate": "optim.lr",
+    "num_iterations": "optim.epochs",
+    "ppo_epochs": "optim.epochs",
+    "epsilon": "loss.clip_low",
+    "epsilon_high": "loss.clip_high",
+    "kl_coef": "loss.kl_beta",
+    "gradient_checkpointing": "learner.activation_checkpointing",
+    "torch_compile": "learner.compile",
+    "max_steps": "run.steps",
+    "run_name": "run.name",
+    "save_steps": "checkpoint.every",
+    "eval_steps": "eval.every",
+}
+"""What verl, TRL and others call it. Not taken, for what is counted may differ, but the key is named."""
+
 
 def find_key(name: str, *, where: str) -> str:
     """The dotted key that `name` stands for: itself, an alias, or a bare field name that only one section has."""
@@ -90,8 +114,8 @@ def _nearest_key(section: str, key: str) -> str | None:
     """First the same name elsewhere, then a like one in the section, then a like one anywhere."""
     if f"{section}.{key}" in FIELDS:
         return f"{section}.{key}"
-    if key in ALIASES:
-        return ALIASES[key]
+    if key in ALIASES or key in ELSEWHERE:
+        return ALIASES.get(key) or ELSEWHERE[key]
     bare: dict[str, str] = {}
     for full in FIELDS:
         bare.setdefault(full.split(".")[1], full)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from olmorl.config.data_sections import EvalSource, SourceSection
 from olmorl.config.dump import dump_toml
 from olmorl.config.load import load_config
-from olmorl.config.names import ALIASES, FIELDS
+from olmorl.config.names import ALIASES, ELSEWHERE, FIELDS
 from olmorl.config.schema import Config
 from olmorl.contract.errors import ConfigError
 
@@ -87,6 +87,9 @@ def test_override_values(override: str, section: str, key: str, value: object) -
         (BASE + "[rolout]\n", (), ["'rolout'", "rollout"]),
         (BASE, ("learner.clip_low=1",), ["override 'learner.clip_low=1'", "loss.clip_low"]),
         (BASE, ("rollout.response_length=1",), ["rollout.max_response_tokens"]),
+        (BASE, ("rollout.group_size=8",), ["did you mean rollout.samples_per_prompt?"]),
+        (BASE, ("learning_rate=1e-5",), ["did you mean optim.lr?"]),
+        (BASE + "[optim]\nlearning_rate = 1e-5", (), ["did you mean optim.lr?"]),
         (BASE, ("workers=1",), ["reward.workers", "inference.workers", "learner.workers"]),
         (BASE, ("rollout=3",), ["is a section"]),
         (BASE, ("foo",), ["section.key=value"]),
@@ -168,7 +171,8 @@ def test_aliases_are_noted(write, caplog: pytest.LogCaptureFixture) -> None:
         config = load_config(path, ["clip_higher=0.3", "inflight_updates=false"])
     assert (config.rollout.prompts_per_step, config.loss.clip_high, config.sync.mode) == (5, 0.3, "drain")
     assert "num_unique_prompts_rollout is taken as rollout.prompts_per_step" in caplog.text
-    assert set(ALIASES.values()) <= set(FIELDS)
+    assert set(ALIASES.values()) <= set(FIELDS) and set(ELSEWHERE.values()) <= set(FIELDS)
+    assert not set(ELSEWHERE) & {*ALIASES, *(key.split(".")[1] for key in FIELDS)}, "they mean something here"
 
 
 def test_paths_from_here_then_from_the_config(write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
