@@ -18,7 +18,7 @@ from olmorl.config.schema import Config
 from olmorl.contract.errors import ConfigError, OlmoRLError
 from olmorl.controller.evaluate import Evaluation
 from olmorl.controller.evaluate_model import evaluate_model
-from olmorl.controller.failing import failing_set
+from olmorl.controller.failing import first_failing
 from olmorl.controller.run_directory import RunDirectory
 from olmorl.controller.step_metrics import evaluation_rows
 from olmorl.metrics.pass_at_k import Estimate
@@ -92,8 +92,7 @@ def evaluate(model: str, settings: Mapping[str, object], *, json_file: Path | No
         json_file.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
     for one in evaluations:
         print(format_evaluation(one))
-    sets = (failing_set(one.set.name, one.groups, config.reward) for one in evaluations)
-    if trouble := next(filter(None, sets), None):
+    if trouble := first_failing(((one.set.name, one.groups) for one in evaluations), config.reward):
         raise OlmoRLError(f"{trouble}. Mend it, or name another with --verifier")
 
 

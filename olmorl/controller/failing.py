@@ -56,6 +56,11 @@ def failing_set(name: str, groups: Sequence[Group], section: RewardSection) -> s
     return describe(f"all {sum(len(g.samples) for g in groups)} samples of evaluation set {name!r}", group, section)
 
 
+def first_failing(sets: Iterable[tuple[str, Sequence[Group]]], section: RewardSection) -> str | None:
+    """What to say of the first of such sets."""
+    return next(filter(None, (failing_set(name, groups, section) for name, groups in sets)), None)
+
+
 def describe(what: str, group: Group, section: RewardSection) -> str:
     """One of the failed groups speaks for all."""
     prompt = group.prompt

@@ -18,7 +18,7 @@ from olmorl.controller.admission import train_samples
 from olmorl.controller.background import Background
 from olmorl.controller.buffer import RolloutBuffer
 from olmorl.controller.evaluate import EvalSet, Evaluation, evaluate
-from olmorl.controller.failing import WHAT_TO_DO, failing_set
+from olmorl.controller.failing import WHAT_TO_DO, first_failing
 from olmorl.controller.fleet import Fleet
 from olmorl.controller.group import Fate, Group
 from olmorl.controller.loop import Batch, RolloutLoops
@@ -282,8 +282,8 @@ class Session:
         await asyncio.to_thread(self._recorder.write_row, step, evaluations, stats, learner_time, also)
         await asyncio.to_thread(self._recorder.received, self._service.tokens_received)
         if first:
-            sets = (failing_set(one.set.name, one.groups, self._config.reward) for one in evaluations)
-            if trouble := next(filter(None, sets), None):
+            sets = ((one.set.name, one.groups) for one in evaluations)
+            if trouble := first_failing(sets, self._config.reward):
                 raise StarvationError(f"{trouble}. {WHAT_TO_DO}")
 
     async def _keep_weights(self, version: int) -> None:
